@@ -1,0 +1,177 @@
+"""The bridge pieces every architecture shares: each hook fires once, costs nothing unused, and keeps the model's maths."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformer_lens.conversion_utils.conversion_steps.rearrange_tensor_conversion import RearrangeTensorConversion
+from transformer_lens.conversion_utils.param_processing_conversion import ParamProcessingConversion
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.generalized_components.block import BlockBridge
+from transformer_lens.model_bridge.generalized_components.embedding import EmbeddingBridge
+from transformer_lens.model_bridge.generalized_components.gated_mlp import GatedMLPBridge
+from transformer_lens.model_bridge.generalized_components.linear import LinearBridge
+from transformer_lens.model_bridge.generalized_components.rms_normalization import RMSNormalizationBridge
+from transformer_lens.model_bridge.generalized_components.unembedding import UnembeddingBridge
+
+# Hook points that AttentionBridge declares for its own attention and that a delegating bridge would never fire.
+_SILENT = ("hook_attn_scores", "hook_hidden_states", "hook_result", "hook_rot_q", "hook_rot_k")
+
+
+def forget(component: Any, hook: str) -> None:
+    """Take a hook point away: a name that never fires turns an intervention into a silent no-op."""
+    if hook in component._hook_registry:
+        delattr(component, hook)
+        del component._hook_registry[hook]
+
+
+class Norm(RMSNormalizationBridge):  # type: ignore[misc]
+    """RMSNorm that computes its scale and normalised input a second time only for hooks that ask for them."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        if self.hook_scale.has_hooks() or self.hook_normalized.has_hooks():
+            return super().forward(hidden_states, **kwargs)
+        return self.hook_out(self.original_component(self.hook_in(hidden_states)))
+
+
+class Unembed(UnembeddingBridge):  # type: ignore[misc]
+    """The head without the zero bias that the stock bridge adds: it changes the model and its checkpoints."""
+
+    def set_original_component(self, original_component: nn.Module) -> None:
+        GeneralizedComponent.set_original_component(self, original_component)
+
+
+class Attention(AttentionBridge):  # type: ignore[misc]
+    """The model's own attention, with hooks on its parts; attention weights are laid open only when hooked."""
+
+    supports_split_qkv_fork = False
+
+    def __init__(self, name: str, config: Any, submodules: dict[str, Any]) -> None:
+        super().__init__(
+            name, config, submodules, maintain_native_attention=True, requires_position_embeddings=True
+        )
+        for hook in _SILENT:
+            forget(self, hook)
+        # inputs and outputs already are [batch pos d_model]; the stock conversion keeps a table of tensor ids
+        self.hook_in.hook_conversion = self.hook_out.hook_conversion = None
+
+    def set_original_component(self, original_component: nn.Module) -> None:
+        super().set_original_component(original_component)
+        original_component.pattern = self.hook_pattern  # a HookPoint is an identity module
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.hook_pattern.has_hooks():
+            kwargs["output_attentions"] = True
+        out, weights, v1 = self.original_component(self.hook_in(hidden_states), **kwargs)
+        return self.hook_out(out), weights, v1
+
+
+class Block(BlockBridge):  # type: ignore[misc]
+    """One pre-norm block. Spelled out rather than delegated, so that an edit of the residual stream between attention
+    and MLP reaches the stream itself and not only the MLP's input."""
+
+    hook_aliases = {  # noqa: RUF012 - the library reads a class attribute
+        "hook_resid_pre": "hook_in",
+        "hook_resid_post": "hook_out",
+        "hook_attn_out": "attn.hook_out",
+        "hook_mlp_out": "mlp.hook_out",
+    }
+
+    def __init__(self, name: str, submodules: dict[str, Any]) -> None:
+        super().__init__(name, submodules=submodules)
+        self.hook_resid_mid = HookPoint()
+        forget(self, "hook_mlp_in")
+
+    def _maybe_wire_capture_hooks(self) -> None:
+        """Nothing to capture: the forks these hooks serve are not offered."""
+
+    def forward(
+        self, hidden_states: Tensor, v1: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self._check_stop_at_layer(hidden_states)
+        x = self.hook_in(hidden_states)
+        attn_out, weights, v1 = self.attn(self.ln1(x), v1=v1, **kwargs)
+        x = self.hook_resid_mid(x + attn_out)
+        return self.hook_out(x + self.mlp(self.ln2(x))), v1, weights
+
+
+class DecoderAdapter(ArchitectureAdapter):  # type: ignore[misc]
+    """Component names and weight layouts of the family; an architecture adds its own attention parts."""
+
+    supports_hf_output_attentions = False  # hooks on the pattern ask for it; nothing else should leave SDPA
+    supports_kv_cache = False  # cached generation runs on the plain model
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        cfg.normalization_type, cfg.positional_embedding_type = "RMS", "rotary"
+        cfg.final_rms = cfg.gated_mlp = cfg.uses_rms_norm = True
+        cfg.attn_only = False
+        n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+        heads = {"q": cfg.n_heads, "k": n_kv, "v": n_kv}
+        self.weight_processing_conversions = {
+            f"blocks.{{i}}.attn.{part}.weight": _layout("(n h) m -> n m h", n) for part, n in heads.items()
+        }
+        self.weight_processing_conversions["blocks.{i}.attn.o.weight"] = _layout("m (n h) -> n h m", cfg.n_heads)
+        self.component_mapping = {
+            "embed": EmbeddingBridge(name="model.embeddings"),
+            "blocks": Block(
+                name="model.layers",
+                submodules={
+                    "ln1": Norm(name="attn_norm", config=cfg),
+                    "attn": Attention("attn", cfg, self.attention_parts()),
+                    "ln2": Norm(name="mlp_norm", config=cfg),
+                    "mlp": GatedMLPBridge(
+                        name="mlp",
+                        config=cfg,
+                        submodules={
+                            "gate": LinearBridge(name="gate_proj"),
+                            "in": LinearBridge(name="up_proj"),
+                            "out": LinearBridge(name="down_proj"),
+                        },
+                    ),
+                },
+            ),
+            "ln_final": Norm(name="model.norm", config=cfg),
+            "unembed": Unembed(name="lm_head", config=cfg),
+        }
+
+    def attention_parts(self) -> dict[str, Any]:
+        """Bridges of the attention's submodules, by the names the hooks will have."""
+        return {
+            "q": LinearBridge(name="q_proj"),
+            "k": LinearBridge(name="k_proj"),
+            "v": LinearBridge(name="v_proj"),
+            "o": LinearBridge(name="o_proj"),
+            "q_norm": Norm(name="q_norm", config=self.cfg, optional=True),
+            "k_norm": Norm(name="k_norm", config=self.cfg, optional=True),
+        }
+
+
+def _layout(pattern: str, n: int) -> Any:
+    return ParamProcessingConversion(tensor_conversion=RearrangeTensorConversion(pattern, n=n))
+
+
+def decoder_names(n_layers: int) -> dict[str, dict[int, str]]:
+    """Role -> layer -> hook name, for the roles that every layer of every decoder here has."""
+    places = {
+        "resid_pre": "hook_in",
+        "resid_mid": "hook_resid_mid",
+        "resid_post": "hook_out",
+        "attn_out": "attn.hook_out",
+        "mlp_out": "mlp.hook_out",
+        "mlp_gate_pre": "mlp.gate.hook_out",
+        "mlp_post": "mlp.out.hook_in",
+        "q": "attn.q.hook_out",
+        "k": "attn.k.hook_out",
+        "value": "attn.v.hook_out",
+        "pattern": "attn.hook_pattern",
+        "z": "attn.o.hook_in",
+    }
+    return {role: hook_names(place, range(n_layers)) for role, place in places.items()}
+
+
+def hook_names(place: str, layers: Any) -> dict[int, str]:
+    """Layer -> full hook name of ``place`` inside the block."""
+    return {layer: f"blocks.{layer}.{place}" for layer in layers}

@@ -1,0 +1,106 @@
+"""A bridge run one block at a time, so that a pass can start again at an edited layer instead of at the embedding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from satlens.errors import SatlensError
+from satlens.hf.decoder import _mask, _positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """All that the next block depends on. The residual stream alone is not enough: later layers also read V1."""
+
+    residual: Float[Tensor, "batch pos d_model"]
+    """Input of the next block."""
+    v1: Float[Tensor, "batch pos kv_head d_head"] | None
+    """First-layer values as layer 0 wrote them; None before layer 0 and in models that do not pass them on."""
+    position_embeddings: tuple[Float[Tensor, "rows pos d_head"], Float[Tensor, "rows pos d_head"]]
+    """Rotary cosine and sine; rows is batch, or 1 when all rows have the same positions."""
+    attention_mask: Bool[Tensor, "rows 1 pos key"] | None
+    """Keys each query sees; None for plain causal attention."""
+
+
+def begin(
+    bridge: Any, input_ids: Int[Tensor, "batch pos"], attention_mask: Int[Tensor, "batch key"] | None = None
+) -> State:
+    """The state before block 0 (the embedding's hooks fire). ``attention_mask`` is 1 for real tokens, 0 for padding."""
+    decoder = bridge.original_model.model
+    residual = decoder.embeddings(input_ids)
+    return State(
+        residual=residual,
+        v1=None,
+        position_embeddings=decoder.rotary(_positions(None, attention_mask, residual, 0)),
+        attention_mask=_mask(decoder.config, attention_mask, residual, 0),
+    )
+
+
+def step(bridge: Any, layer: int, state: State) -> State:
+    """The state after block ``layer``, run through the bridge so that all the block's hooks fire."""
+    residual, v1, _ = bridge.blocks[layer](
+        state.residual,
+        state.v1,
+        position_embeddings=state.position_embeddings,
+        attention_mask=state.attention_mask,
+    )
+    return replace(state, residual=residual, v1=v1)
+
+
+def normed(bridge: Any, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    """The final norm (its hooks fire). Separate from the head, which may be applied to a chunk of positions."""
+    out: Tensor = bridge.ln_final(residual)
+    return out
+
+
+def unembed(bridge: Any, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
+    """Logits of normed residuals (the head's hooks fire)."""
+    out: Tensor = bridge.unembed(hidden)
+    return out
+
+
+def cat(states: Sequence[State]) -> State:
+    """Several states as one batch, in order: conditions that are at the same layer run together.
+
+    Raises:
+        SatlensError: states at different stages (with and without V1) or with masks of different kinds.
+    """
+    first = states[0]
+    if len({state.v1 is None for state in states}) > 1 or len({s.attention_mask is None for s in states}) > 1:
+        raise SatlensError("cannot join states of different kinds: all or none must have V1, all or none a mask")
+    sizes = [len(state.residual) for state in states]
+    cos, sin = ([state.position_embeddings[i] for state in states] for i in range(2))
+    return State(
+        residual=torch.cat([state.residual for state in states]),
+        v1=None if first.v1 is None else torch.cat([s.v1 for s in states if s.v1 is not None]),
+        position_embeddings=(_cat_rows(cos, sizes), _cat_rows(sin, sizes)),
+        attention_mask=None
+        if first.attention_mask is None
+        else _cat_rows([s.attention_mask for s in states if s.attention_mask is not None], sizes),
+    )
+
+
+def rows(state: State, start: int, stop: int) -> State:
+    """Rows ``start`` to ``stop`` of the batch, the inverse of ``cat``."""
+
+    def take(x: Tensor) -> Tensor:
+        return x if len(x) == 1 and len(state.residual) != 1 else x[start:stop]
+
+    return State(
+        residual=state.residual[start:stop],
+        v1=None if state.v1 is None else state.v1[start:stop],
+        position_embeddings=(take(state.position_embeddings[0]), take(state.position_embeddings[1])),
+        attention_mask=None if state.attention_mask is None else take(state.attention_mask),
+    )
+
+
+def _cat_rows(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Join per-row tensors; one shared row stays one row while all parts agree on it."""
+    head = parts[0]
+    if all(len(part) == 1 and (part is head or torch.equal(part, head)) for part in parts):
+        return head
+    return torch.cat([part.expand(size, *part.shape[1:]) for part, size in zip(parts, sizes, strict=True)])

@@ -1,0 +1,113 @@
+"""What a checkpoint's config.json says: the official fields, their defaults, and the checks that stop a bad one."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+GATES = ("relu", "sigmoid", "tanh", "identity", "softmax", "softmax_sigmoid")
+
+
+def _swiglu_width(hidden_size: int, hidden_ratio: int | None) -> int:
+    """Two thirds of ``hidden_ratio * hidden_size``, rounded up to a multiple of 256 (official rule)."""
+    floor = int(hidden_size * (hidden_ratio or 4) * 2 / 3)
+    return 256 * ((floor + 255) // 256)
+
+
+@strict
+class SharedConfig(PreTrainedConfig):
+    """Fields that all six architectures share, under the names the official checkpoints use."""
+
+    attribute_map = {"num_attention_heads": "num_heads"}
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    num_heads: int = 32
+    num_kv_heads: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window_size: int | None = None
+    rope_theta: int | float = 10000.0
+    max_position_embeddings: int = 2048
+    hidden_ratio: int | None = 4
+    intermediate_size: int | None = None
+    hidden_act: str = "swish"
+    initializer_range: float = 0.02
+    elementwise_affine: bool | None = True
+    norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    fuse_norm: bool = True
+    fuse_swiglu: bool = True
+    fuse_cross_entropy: bool = True
+    fuse_linear_cross_entropy: bool = False
+    use_l2warp: bool = False
+    vocab_size: int = 32000
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"{self.num_heads} heads do not divide hidden_size {self.hidden_size}: "
+                "no such model can run (the official satformer/xl preset has this defect)"
+            )
+        if self.num_heads % self.n_kv_heads:
+            raise ValueError(f"num_kv_heads {self.n_kv_heads} does not divide num_heads {self.num_heads}")
+        if self.hidden_act not in ("swish", "silu"):
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; only 'swish' is defined for this family")
+        if self.fuse_cross_entropy and self.fuse_linear_cross_entropy:
+            raise ValueError("fuse_cross_entropy and fuse_linear_cross_entropy cannot both be true")
+        super().__post_init__(**kwargs)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads, resolved: ``num_kv_heads`` is null for plain multi-head attention."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """The name that transformers and transformer-lens read."""
+        return self.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        """SwiGLU width, resolved: ``intermediate_size`` may be null."""
+        return self.intermediate_size or _swiglu_width(self.hidden_size, self.hidden_ratio)
+
+
+@strict
+class TransformerConfig(SharedConfig):
+    """The plain pre-norm decoder."""
+
+    model_type = "transformer"
+
+
+@strict
+class SATFormerConfig(SharedConfig):
+    """The decoder whose later layers re-read the first layer's values through a learned gate."""
+
+    model_type = "SATFormer"
+
+    use_value_residual: bool = True
+    value_residual_gate: str = "relu"
+    value_residual_proj_bias: bool = False
+    value_residual_last_k: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.value_residual_gate not in GATES:
+            raise ValueError(f"unknown gate {self.value_residual_gate!r}; known: {', '.join(GATES)}")
+        super().__post_init__(**kwargs)
+
+    def mixes(self, layer: int) -> bool:
+        """Whether ``layer`` adds gated first-layer values to its own (layer 0 never does)."""
+        last_k = self.value_residual_last_k
+        recent = last_k is None or layer >= self.num_hidden_layers - last_k
+        return self.use_value_residual and layer != 0 and recent

@@ -1,0 +1,82 @@
+"""How a figure leaves plotly: JSON, an offline HTML page, and SVG or PNG where a Chromium is at hand."""
+
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import plotly.io as pio
+
+from satlens.log import say
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+_RANDOM_ID = re.compile(r'id="(?:topdefs|defs|legenddefs)-([0-9a-f]{6})"')
+
+
+def export(
+    figures: Mapping[str, go.Figure | dict[str, Any]], out: Path, formats: Sequence[str] = ("svg", "png")
+) -> list[Path]:
+    """Write each figure as JSON and HTML, and as images where possible; returns the files written.
+
+    The pages share one `plotly.min.js` beside them, so the folder works offline. A missing Chromium costs the
+    images and one line on stderr, nothing else.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    drawn = {name: go.Figure(fig) for name, fig in figures.items()}
+    for name, fig in drawn.items():
+        json_path, html_path = out / f"{name}.json", out / f"{name}.html"
+        json_path.write_text(str(fig.to_json()), encoding="utf-8")
+        fig.write_html(html_path, include_plotlyjs="directory", div_id=name, config={"displaylogo": False})
+        written += [json_path, html_path]
+    for suffix in formats:
+        written += images(drawn, out, suffix)
+    return written
+
+
+def images(figures: Mapping[str, go.Figure], out: Path, suffix: str = "svg") -> list[Path]:
+    """Write figures as `out/<name>.<suffix>` in one browser start; an empty list when that is not possible.
+
+    Ids that plotly draws at random are replaced in SVG, so that the same figure gives the same bytes.
+    """
+    if not figures:
+        return []
+    if reason := cannot_draw():
+        say(f"no {suffix.upper()} files: {reason}; HTML and JSON are complete")
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / f"{name}.{suffix}" for name in figures]
+    try:
+        pio.write_images(list(figures.values()), paths, format=suffix, scale=1 if suffix == "svg" else 2)
+    except Exception as error:  # whatever a browser can fail with, the run must go on
+        say(f"no {suffix.upper()} files: {_first_line(error)}; HTML and JSON are complete")
+        return []
+    if suffix == "svg":
+        for path in paths:
+            path.write_text(fix_ids(path.read_text(encoding="utf-8"), path.stem), encoding="utf-8")
+    return paths
+
+
+def cannot_draw() -> str:
+    """Why images cannot be made here; empty when they can."""
+    if importlib.util.find_spec("kaleido") is None:
+        return "the package kaleido is not installed (pip install 'satlens[figures]')"
+    named = os.environ.get("BROWSER_PATH")
+    if (named and Path(named).exists()) or any(shutil.which(browser) for browser in BROWSERS):
+        return ""
+    return "no Chrome or Chromium was found (on Debian: apt install chromium)"
+
+
+def fix_ids(svg: str, name: str) -> str:
+    """Replace the six random hex digits that plotly puts into an SVG's ids by the figure's name."""
+    for found in sorted(set(_RANDOM_ID.findall(svg))):
+        svg = svg.replace(found, f"-{name}-")
+    return svg
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,170 @@
+"""Documents to token files: `{split}.bin` (headerless little-endian ids), a document index, a manifest of digests."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from satlens.errors import UserError
+from satlens.training.text import Document, read_documents
+from satlens.training.tokenizer import train_tokenizer
+
+SPLITS = ("train", "val")
+ENCODE_BATCH = 512  # documents encoded at once: enough to keep the tokenizer's threads busy, little to hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Turn documents into token files.
+
+    Example: satlens data build --sources texts/ --out data/ --vocab-size 8192
+    """
+
+    sources: tuple[str, ...]
+    """Text, JSONL or parquet files, folders of them, or hf:NAME[:SPLIT]."""
+    out: Path
+    """Folder to write; must not hold a finished build."""
+    tokenizer: Path | None = None
+    """A HuggingFace tokenizer folder; left out, one is trained on the documents."""
+    vocab_size: int = 8192
+    """Size of the tokenizer that is trained."""
+    tokenizer_chars: int = 40_000_000
+    """Characters the tokenizer is trained on, spread evenly over the documents."""
+    val_fraction: float = 0.01
+    """Share of documents held out, chosen by the hash of their text."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.val_fraction < 1:
+            raise UserError(f"val_fraction must be in [0, 1), got {self.val_fraction}")
+
+
+def split_of(text: str, val_fraction: float) -> str:
+    """The split a document belongs to, decided by its own hash: stable when other documents come or go."""
+    draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    return "val" if draw < val_fraction else "train"
+
+
+def build_data(config: DataConfig) -> Path:
+    """Write ``out/{train,val}.bin``, ``out/{train,val}.docs.parquet``, ``out/tokenizer`` and ``out/data.json``.
+
+    Documents lie one after another, each closed by EOS, no BOS (the official layout). ``data.json`` is written
+    last, so it exists only when the build is whole.
+
+    Raises:
+        UserError: no documents, an existing build, or a vocabulary too large for the id type.
+    """
+    if (config.out / "data.json").exists():
+        raise UserError(f"{config.out} already holds a finished build: choose another --out or delete it")
+    config.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(config)
+    dtype = np.dtype("<u2") if len(tokenizer) <= 2**16 else np.dtype("<u4")
+    writers = {split: _SplitWriter(config.out, split, dtype) for split in SPLITS}
+    for batch in _batches(read_documents(config.sources)):
+        encoded = tokenizer([doc.text for doc in batch], add_special_tokens=False)["input_ids"]
+        for doc, ids in zip(batch, encoded, strict=True):
+            writers[split_of(doc.text, config.val_fraction)].add(doc, [*ids, tokenizer.eos_token_id])
+    splits = {split: writer.close() for split, writer in writers.items()}
+    if not splits["train"]["tokens"]:
+        raise UserError("the sources hold no training documents")
+    manifest = {
+        "layout": {"kind": "stream", "bos": False, "eos": True},
+        "dtype": dtype.name,
+        "d_vocab": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "tokenizer_sha256": tokenizer_digest(config.out / "tokenizer"),
+        "val_fraction": config.val_fraction,
+        "splits": splits,
+    }
+    write_json(config.out / "data.json", manifest)
+    return config.out
+
+
+class _SplitWriter:
+    """Appends documents to one split's token file and keeps its index; files appear whole, by rename."""
+
+    def __init__(self, out: Path, split: str, dtype: np.dtype) -> None:
+        self.bin, self.index, self.dtype = out / f"{split}.bin", out / f"{split}.docs.parquet", dtype
+        self.part = self.bin.with_suffix(".bin.part")
+        self.file = self.part.open("wb")
+        self.sha, self.rows, self.start = hashlib.sha256(), [], 0
+
+    def add(self, doc: Document, ids: list[int]) -> None:
+        """Append one document's ids (EOS included)."""
+        raw = np.asarray(ids, dtype=self.dtype).tobytes()
+        self.file.write(raw)
+        self.sha.update(raw)
+        self.rows.append((self.start, len(ids), len(doc.text), doc.source, doc.kind, doc.licence))
+        self.start += len(ids)
+
+    def close(self) -> dict[str, Any]:
+        """Finish the files and say what they hold."""
+        self.file.close()
+        self.part.replace(self.bin)
+        columns = ["start", "n_tokens", "n_chars", "source", "kind", "licence"]
+        table = pd.DataFrame(self.rows, columns=columns)
+        part = self.index.with_suffix(".parquet.part")
+        table.to_parquet(part, index=False)
+        part.replace(self.index)
+        return {"tokens": self.start, "documents": len(table), "sha256": self.sha.hexdigest()}
+
+
+def _tokenizer(config: DataConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    target = config.out / "tokenizer"
+    if config.tokenizer is None:
+        train_tokenizer(_sample(config), config.vocab_size, target)
+    elif not (config.tokenizer / "tokenizer.json").exists():
+        raise UserError(f"{config.tokenizer}: no tokenizer.json here; give a saved HuggingFace fast tokenizer")
+    else:
+        AutoTokenizer.from_pretrained(config.tokenizer).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS token; documents could not be told apart")
+    return tokenizer
+
+
+def _sample(config: DataConfig) -> Iterator[str]:
+    """Every k-th training document, k such that about ``tokenizer_chars`` characters are seen."""
+    training = (d.text for d in read_documents(config.sources) if split_of(d.text, config.val_fraction) == "train")
+    total = sum(len(d.text) for d in read_documents(config.sources))
+    return islice(training, 0, None, max(1, total // config.tokenizer_chars))
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    while batch := list(islice(documents, ENCODE_BATCH)):
+        yield batch
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 of ``tokenizer.json``: two models may be compared only when theirs agree."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Strict JSON, whole by atomic rename."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def token_windows(path: Path, width: int, dtype: str = "uint16") -> np.ndarray:
+    """A token file as ``[windows, width]``, cut at multiples of ``width`` with the official ``(len - 1) // width`` rule.
+
+    Raises:
+        UserError: missing file or fewer than ``width + 1`` tokens.
+    """
+    if not path.exists():
+        raise UserError(f"no token file at {path}: make one with `satlens data build`")
+    ids = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+    count = (len(ids) - 1) // width
+    if count < 1:
+        raise UserError(f"{path} holds {len(ids)} tokens, less than one window of {width}: add text or shorten it")
+    return ids[: count * width].reshape(count, width)

@@ -1,0 +1,59 @@
+"""V1 as a table: the first layer's values depend on the token id alone, so one row per id says it all."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from satlens.architectures.steps import begin, step
+from satlens.errors import SatlensError
+from satlens.sites import Sites
+
+
+@torch.no_grad()
+def v1_table(
+    model: Any, token_ids: Int[Tensor, " token"] | None = None
+) -> Float[Tensor, "token kv_head d_head"]:
+    """``RMSNorm(E) W_v (+ b)`` of layer 0, for ``token_ids`` or for the whole vocabulary, from a model or a bridge.
+
+    Layer 0 sees the embedding and nothing else, and its values get neither a norm nor a position, so they are a
+    function of the id. For a plain Transformer these are the layer-0 values, which nothing later reads.
+    """
+    decoder = getattr(model, "original_model", model).model
+    embedding = _inner(decoder.embeddings).weight
+    layer = _inner(decoder.layers[0])
+    rows = embedding if token_ids is None else embedding[token_ids]
+    norm, v_proj = _inner(layer.attn_norm), _inner(_inner(layer.attn).v_proj)  # inside the bridge: no hook fires
+    values: Tensor = v_proj(norm(rows))
+    return values.unflatten(-1, (-1, decoder.config.head_dim))
+
+
+@torch.no_grad()
+def check_v1_table(bridge: Any, sites: Sites, input_ids: Int[Tensor, "batch pos"]) -> None:
+    """Compare the table with the values that layer 0 really computes on ``input_ids``.
+
+    Raises:
+        SatlensError: they differ by more than rounding, so this model's V1 is not a function of the token id.
+    """
+    seen: list[Tensor] = []
+
+    def keep(tensor: Tensor, hook: Any) -> None:
+        seen.append(tensor)
+
+    with bridge.hooks(fwd_hooks=[(sites.name("value", 0), keep)]):
+        step(bridge, 0, begin(bridge, input_ids))
+    expected = v1_table(bridge, input_ids.flatten()).unflatten(0, tuple(input_ids.shape)).float()
+    # kernels sum in another order for another number of rows: one unit in the last place of reduced precision
+    bound = max(1e-5, 4 * torch.finfo(seen[0].dtype).eps) * max(1.0, float(expected.abs().max()))
+    worst = float((seen[0].float() - expected).abs().max())
+    if not worst <= bound:
+        raise SatlensError(
+            f"layer-0 values are not a table of the token id: they differ from RMSNorm(E) W_v by up to {worst:.3g} "
+            f"(rounding explains {bound:.1g})"
+        )
+
+
+def _inner(module: Any) -> Any:
+    """The model's own module, whether or not a bridge component stands in front of it."""
+    return getattr(module, "original_component", module)

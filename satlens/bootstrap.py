@@ -118,8 +118,9 @@ def resampled_statistic(
 ) -> tuple[Any, Floats | None]:
     """The statistic on all documents, and in each resample (None where fewer than two documents count)."""
     ratio, samples = resampled_ratios(sums, counts, weights)
-    estimate = np.asarray(statistic(np.asarray(ratio)[None]))[0]
-    values = None if samples is None else np.asarray(statistic(samples), dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        estimate = np.asarray(statistic(np.asarray(ratio)[None]))[0]
+        values = None if samples is None else np.asarray(statistic(samples), dtype=np.float64)
     return _scalar(estimate), values
 
 

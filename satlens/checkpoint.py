@@ -1,4 +1,4 @@
-"""Open a checkpoint folder, say exactly what is wrong with one that cannot work, and put the model behind a bridge."""
+"""Open a checkpoint folder, say what is wrong with a bad one, and put the model behind a bridge."""
 
 import hashlib
 import logging
@@ -19,10 +19,12 @@ log = logging.getLogger(__name__)
 TIED = "lm_head.weight"
 EMBEDDING = "model.embeddings.weight"
 # How the reference code lays out its training text; our own checkpoints say so themselves in satlens.json.
-OFFICIAL_LAYOUT: Mapping[str, Any] = {"layout": "stream", "bos": False, "eos": True}
+OFFICIAL_LAYOUT: Mapping[str, Any] = {"kind": "stream", "bos": False, "eos": True}
 
 
-def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Any:
+def load_model(
+    path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Any:
     """The model of a checkpoint folder, in eval mode, its weights cast to ``dtype``.
 
     Opens an official ``final/`` folder (safetensors, one file or an index of shards), an official ``latest/``
@@ -53,8 +55,9 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str
 def load_bridge(
     path_or_model: Any, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[Any, Sites]:
-    """A transformer-lens bridge and its sites, for a checkpoint folder or a model in memory (wrapped in place; its
-    own dtype and device are kept). V1 is checked against its table on a few ids.
+    """A transformer-lens bridge and its sites, for a checkpoint folder or a model in memory.
+
+    A model is wrapped in place and keeps its dtype and device. V1 is checked against its table on some ids.
 
     Raises:
         UserError: the checkpoint cannot work, or there is no bridge for its architecture.
@@ -80,7 +83,7 @@ def load_tokenizer(path: str | Path) -> Any:
     folder = _folder(path)
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in files):
-        raise UserError(f"no tokenizer in {folder} (looked for {', '.join(files)}): give the tokenizer's own folder")
+        raise UserError(f"no tokenizer in {folder} (looked for {', '.join(files)}): give the folder it is in")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError, ImportError) as error:
@@ -88,10 +91,10 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def digest(path_or_model: Any) -> str:
-    """sha256 over names, dtypes, shapes and bytes of all weights, in the order of their names.
+    """sha256 over the names, dtypes, shapes and bytes of all weights, in the order of their names.
 
-    A tied head counts once, so ``final/`` and ``latest/`` of the same weights agree. Give a model before it is
-    wrapped: the bridge renames its state dict.
+    A tied head counts once, so ``final/`` and ``latest/`` of the same weights agree. Give a model before
+    it is wrapped: the bridge renames its state dict.
 
     Raises:
         UserError: the folder cannot be read, or the model is already behind a bridge.
@@ -101,7 +104,9 @@ def digest(path_or_model: Any) -> str:
         return _digest(canonical(read_tensors(folder), tied=read_config(folder)[0].tie_word_embeddings))
     tensors = path_or_model.state_dict()
     if any("_original_component" in name for name in tensors):
-        raise UserError("this model is behind a bridge, which renames its weights: take the digest before wrapping")
+        raise UserError(
+            "this model is behind a bridge, which renames weights: take the digest before wrapping"
+        )
     return _digest(canonical(tensors, tied=path_or_model.config.tie_word_embeddings))
 
 
@@ -124,14 +129,14 @@ def model_facts(path: str | Path) -> dict[str, Any]:
         "dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
         "digest": _digest(tensors),
         "gate": getattr(config, "value_residual_gate", None),
-        "text": own.get("text", dict(OFFICIAL_LAYOUT)),
+        "layout": own.get("layout", dict(OFFICIAL_LAYOUT)),
         "checkpoint": own,
         "notes": notes,
     }
 
 
 def canonical(tensors: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
-    """Official names, whatever wrote them: ``torch.compile``'s prefix dropped, and a tied head only as the embedding.
+    """Official names: ``torch.compile``'s prefix dropped, and a tied head only as the embedding.
 
     Raises:
         UserError: the head is tied by the config but differs from the embedding.
@@ -177,15 +182,20 @@ def _empty_model(config: Any) -> Any:
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], model: Any, *, tied: bool) -> None:
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items() if not (tied and name == TIED)}
+    expected = {
+        name: tensor.shape for name, tensor in model.state_dict().items() if not (tied and name == TIED)
+    }
     if missing := sorted(expected.keys() - tensors.keys()):
-        raise UserError(f"missing weights: {_some(missing)}: the checkpoint is incomplete or of another architecture")
+        raise UserError(f"missing weights: {_some(missing)}: the checkpoint is incomplete or another model's")
     if extra := sorted(tensors.keys() - expected.keys()):
-        raise UserError(f"weights that {model.config.model_type} does not have: {_some(extra)}: is config.json its own?")
+        kind = model.config.model_type
+        raise UserError(f"weights that this {kind} does not have: {_some(extra)}: is config.json its own?")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
-            raise UserError(f"{name} has shape {found}, config.json implies {list(shape)}: one of the two is wrong")
+            raise UserError(
+                f"{name} has shape {found}, config.json implies {list(shape)}: one of them is wrong"
+            )
     for name, tensor in tensors.items():
         if bad := int((~torch.isfinite(tensor)).sum()):
             count = f"{bad} of {tensor.numel()} values"

@@ -16,13 +16,15 @@ SAFE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pyt
 FACTS = "satlens.json"
 
 # Keys that official configs and older transformers releases write and that change nothing here.
-HARMLESS = frozenset(
-    "value_residual_lambda2_init transformers_version architectures dtype torch_dtype auto_map _name_or_path "
-    "attn_implementation _attn_implementation _attn_implementation_autoset torchscript use_bfloat16 tf_legacy_loss "
-    "pruned_heads is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder output_attentions "
-    "output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
-    "finetuning_task task_specific_params tokenizer_class prefix sep_token_id decoder_start_token_id".split()
-)
+_IDLE_KEYS = """
+    value_residual_lambda2_init transformers_version architectures dtype torch_dtype auto_map _name_or_path
+    attn_implementation _attn_implementation _attn_implementation_autoset torchscript use_bfloat16
+    tf_legacy_loss pruned_heads is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder
+    output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label
+    label2id problem_type finetuning_task task_specific_params tokenizer_class prefix sep_token_id
+    decoder_start_token_id
+"""
+HARMLESS = frozenset(_IDLE_KEYS.split())
 
 
 def read_config(folder: Path) -> tuple[Any, list[str]]:
@@ -37,10 +39,10 @@ def read_config(folder: Path) -> tuple[Any, list[str]]:
     model_type = written.pop("model_type", None)
     if model_type not in MODELS:
         raise UserError(
-            f"config.json in {folder} says model_type {model_type!r}; satlens opens: {', '.join(sorted(MODELS))}"
+            f"config.json in {folder} has model_type {model_type!r}, satlens opens {', '.join(MODELS)}"
         )
     config_class = MODELS[model_type].config_class
-    fields = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(config_class)}
     if unknown := [key for key in written if key not in fields | HARMLESS]:
         raise UserError(
             f"config.json in {folder} has keys that {model_type} does not know: "
@@ -67,7 +69,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         shards = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         if lost := [name for name in shards if not (folder / name).is_file()]:
             raise UserError(f"{folder} lacks {', '.join(lost)}, which {INDEX} lists: copy the missing files")
-        return {name: tensor for shard in shards for name, tensor in _read_safetensors(folder / shard).items()}
+        parts = [_read_safetensors(folder / shard) for shard in shards]
+        return {name: tensor for part in parts for name, tensor in part.items()}
     if (folder / PICKLED).is_file():
         return _read_pickled(folder / PICKLED)
     raise UserError(f"no weights in {folder}: expected {SAFE}, {INDEX} or {PICKLED}")
@@ -112,9 +115,12 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UserError(f"{file} holds more than plain tensors and is not opened, since that would run its code") from error
+        raise UserError(
+            f"{file} holds more than tensors; opening it would run its code, so it stays shut"
+        ) from error
     except (RuntimeError, OSError, EOFError) as error:
-        raise UserError(f"{file} is damaged or incomplete ({' '.join(str(error).split())[:120]}): copy it again") from error
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(f"{file} is damaged or incomplete ({reason}): copy it again") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise UserError(f"{file} must hold a state dict of tensors, as the official latest/ folder does")
     return content

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 VERSIONED = ("satlens", "torch", "transformer-lens", "transformers", "numpy")
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_NAME = re.compile(r"[a-z]+/[a-z0-9][a-z0-9_-]*\.[a-z]+")
 _PATH_IN_TEXT = re.compile(r"(?<![\w/.~])[/~][^\s/'\"]*/(?:[^\s/'\"]+/)*([^\s/'\"]*)")
 
 
@@ -112,7 +112,7 @@ class Run:
 
     def figure(self, name: str, fig: "Figure") -> Path:
         """Write a plotly figure as JSON; everything else (HTML, SVG, PNG) can be made from it later."""
-        text = json.dumps(json.loads(fig.to_json()), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(json.loads(fig.to_json(remove_uids=False)), allow_nan=False, separators=(",", ":"))
         return self._add(f"figures/{name}.json", lambda part: part.write_text(text, encoding="utf-8"))
 
     def log(self, event: str, **fields: Any) -> None:
@@ -153,7 +153,7 @@ class Run:
             baseline=None if baseline is None else plain(dict(baseline)),
             data=plain(dict(data or {})),
             inputs=[_input(item) for item in inputs],
-            artifacts=[self._artifacts[path] for path in sorted(self._artifacts)],
+            artifacts=list(self._artifacts.values()),
             summary=plain(dict(summary)),
             started=self._started.isoformat(timespec="seconds"),
             finished=end.isoformat(timespec="seconds"),
@@ -172,7 +172,7 @@ class Run:
         units: dict[str, str] | None = None,
     ) -> Path:
         self._open()
-        if not _NAME.fullmatch(Path(relative).name):
+        if not _NAME.fullmatch(relative):
             raise SatlensError(f"{relative!r} is no artifact name: use small letters, digits, '-' and '_'")
         if relative in self._artifacts:
             raise SatlensError(f"{relative} was already written in this run")
@@ -253,7 +253,8 @@ def open_run(path: Path | str) -> FinishedRun:
 
 def digest(run: FinishedRun) -> str:
     """What the run found, as one digest: sha256 over its artifacts' paths, digests, rows and units."""
-    artifacts = [artifact.model_dump(mode="json") for artifact in run.manifest.artifacts]
+    ordered = sorted(run.manifest.artifacts, key=lambda artifact: artifact.path)
+    artifacts = [artifact.model_dump(mode="json") for artifact in ordered]
     return hashlib.sha256(json.dumps(artifacts, sort_keys=True).encode()).hexdigest()
 
 
@@ -302,7 +303,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """The value as strict JSON: dataclasses and arrays opened, NaN and infinity as null, paths as base names.
+    """The value as strict JSON: dataclasses, named tuples, arrays opened; NaN as null, paths as base names.
 
     Raises SatlensError for what JSON cannot hold, rather than storing an object's address.
     """
@@ -318,6 +319,8 @@ def plain(value: Any) -> Any:
         return plain(asdict(value))
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, set | frozenset):

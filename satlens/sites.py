@@ -1,4 +1,4 @@
-"""Where each quantity of interest lives in a model: role and layer to hook name and axes, so no analysis spells one."""
+"""Where each quantity lives in a model: role and layer to hook name and axes, so no analysis spells one."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from satlens.errors import SatlensError, UserError
 
 _HEAD, _KV = "batch pos head d_head", "batch pos kv_head d_head"
 
-# Role -> axes. An architecture offers a role at the layers where it has it; every axis name is in house vocabulary.
+# Role -> axes. An architecture offers a role at the layers where it has it.
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         role: tuple(axes.split())
@@ -105,7 +105,7 @@ class Sites:
         known = set(hook_names)
         missing = [name for layers in self.names.values() for name in layers.values() if name not in known]
         if missing:
-            raise SatlensError(f"the bridge has no hook {', '.join(missing[:3])} ({len(missing)} missing in all)")
+            raise SatlensError(f"the bridge has no hook {', '.join(missing[:3])} ({len(missing)} missing)")
 
     def _role(self, role: str) -> Mapping[int, str]:
         if role not in AXES:

@@ -15,16 +15,16 @@ from satlens.sites import Sites
 def v1_table(
     model: Any, token_ids: Int[Tensor, " token"] | None = None
 ) -> Float[Tensor, "token kv_head d_head"]:
-    """``RMSNorm(E) W_v (+ b)`` of layer 0, for ``token_ids`` or for the whole vocabulary, from a model or a bridge.
+    """``RMSNorm(E) W_v (+ b)`` of layer 0, for ``token_ids`` or all ids, from a model or a bridge.
 
-    Layer 0 sees the embedding and nothing else, and its values get neither a norm nor a position, so they are a
-    function of the id. For a plain Transformer these are the layer-0 values, which nothing later reads.
+    Layer 0 sees the embedding and nothing else, and its values get neither a norm nor a position, so they are
+    a function of the id. For a plain Transformer these are the layer-0 values, which nothing later reads.
     """
     decoder = getattr(model, "original_model", model).model
     embedding = _inner(decoder.embeddings).weight
     layer = _inner(decoder.layers[0])
     rows = embedding if token_ids is None else embedding[token_ids]
-    norm, v_proj = _inner(layer.attn_norm), _inner(_inner(layer.attn).v_proj)  # inside the bridge: no hook fires
+    norm, v_proj = _inner(layer.attn_norm), _inner(_inner(layer.attn).v_proj)  # no hook fires
     values: Tensor = v_proj(norm(rows))
     return values.unflatten(-1, (-1, decoder.config.head_dim))
 
@@ -49,8 +49,8 @@ def check_v1_table(bridge: Any, sites: Sites, input_ids: Int[Tensor, "batch pos"
     worst = float((seen[0].float() - expected).abs().max())
     if not worst <= bound:
         raise SatlensError(
-            f"layer-0 values are not a table of the token id: they differ from RMSNorm(E) W_v by up to {worst:.3g} "
-            f"(rounding explains {bound:.1g})"
+            f"layer-0 values are not a table of the token id: they differ from RMSNorm(E) W_v by up to "
+            f"{worst:.3g} (rounding explains {bound:.1g})"
         )
 
 

@@ -1,4 +1,4 @@
-"""One file per model family: how a model of it is put behind a transformer-lens bridge, and where its sites are."""
+"""One file per model family: how its models get a transformer-lens bridge, and where its sites are."""
 
 import copy
 import importlib
@@ -19,8 +19,9 @@ def families() -> dict[str, ModuleType]:
 
 
 def wrap(model: Any) -> tuple[Any, Sites]:
-    """Put a model behind a bridge, in place: ``model`` keeps working, but its state dict gets other names, so save
-    and hash it first.
+    """Put a model behind a bridge, in place.
+
+    ``model`` keeps working, but its state dict gets other names: save and hash it first.
 
     Raises:
         UserError: no adapter for this model type.

@@ -1,9 +1,11 @@
-"""The bridge pieces every architecture shares: each hook fires once, costs nothing unused, and keeps the model's maths."""
+"""The bridge pieces all architectures share: a hook fires once, costs nothing unused, and keeps the maths."""
 
 from typing import Any
 
 from torch import Tensor, nn
-from transformer_lens.conversion_utils.conversion_steps.rearrange_tensor_conversion import RearrangeTensorConversion
+from transformer_lens.conversion_utils.conversion_steps.rearrange_tensor_conversion import (
+    RearrangeTensorConversion,
+)
 from transformer_lens.conversion_utils.param_processing_conversion import ParamProcessingConversion
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
@@ -16,7 +18,7 @@ from transformer_lens.model_bridge.generalized_components.linear import LinearBr
 from transformer_lens.model_bridge.generalized_components.rms_normalization import RMSNormalizationBridge
 from transformer_lens.model_bridge.generalized_components.unembedding import UnembeddingBridge
 
-# Hook points that AttentionBridge declares for its own attention and that a delegating bridge would never fire.
+# Hook points that AttentionBridge declares for its own attention; a delegating bridge would never fire them.
 _SILENT = ("hook_attn_scores", "hook_hidden_states", "hook_result", "hook_rot_q", "hook_rot_k")
 
 
@@ -27,24 +29,26 @@ def forget(component: Any, hook: str) -> None:
         del component._hook_registry[hook]
 
 
-class Norm(RMSNormalizationBridge):  # type: ignore[misc]
+class Norm(RMSNormalizationBridge):
     """RMSNorm that computes its scale and normalised input a second time only for hooks that ask for them."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if self.hook_scale.has_hooks() or self.hook_normalized.has_hooks():
             return super().forward(hidden_states, **kwargs)
-        return self.hook_out(self.original_component(self.hook_in(hidden_states)))
+        norm: Any = self.original_component
+        out: Tensor = self.hook_out(norm(self.hook_in(hidden_states)))
+        return out
 
 
-class Unembed(UnembeddingBridge):  # type: ignore[misc]
+class Unembed(UnembeddingBridge):
     """The head without the zero bias that the stock bridge adds: it changes the model and its checkpoints."""
 
     def set_original_component(self, original_component: nn.Module) -> None:
         GeneralizedComponent.set_original_component(self, original_component)
 
 
-class Attention(AttentionBridge):  # type: ignore[misc]
-    """The model's own attention, with hooks on its parts; attention weights are laid open only when hooked."""
+class Attention(AttentionBridge):
+    """The model's own attention with hooks on its parts; attention weights are laid open only when hooked."""
 
     supports_split_qkv_fork = False
 
@@ -64,13 +68,14 @@ class Attention(AttentionBridge):  # type: ignore[misc]
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.hook_pattern.has_hooks():
             kwargs["output_attentions"] = True
-        out, weights, v1 = self.original_component(self.hook_in(hidden_states), **kwargs)
+        attention: Any = self.original_component
+        out, weights, v1 = attention(self.hook_in(hidden_states), **kwargs)
         return self.hook_out(out), weights, v1
 
 
-class Block(BlockBridge):  # type: ignore[misc]
-    """One pre-norm block. Spelled out rather than delegated, so that an edit of the residual stream between attention
-    and MLP reaches the stream itself and not only the MLP's input."""
+class Block(BlockBridge):
+    """One pre-norm block, spelled out rather than delegated: an edit of the residual stream between attention
+    and MLP must reach the stream itself, not only the MLP's input."""
 
     hook_aliases = {  # noqa: RUF012 - the library reads a class attribute
         "hook_resid_pre": "hook_in",
@@ -97,7 +102,7 @@ class Block(BlockBridge):  # type: ignore[misc]
         return self.hook_out(x + self.mlp(self.ln2(x))), v1, weights
 
 
-class DecoderAdapter(ArchitectureAdapter):  # type: ignore[misc]
+class DecoderAdapter(ArchitectureAdapter):
     """Component names and weight layouts of the family; an architecture adds its own attention parts."""
 
     supports_hf_output_attentions = False  # hooks on the pattern ask for it; nothing else should leave SDPA
@@ -111,9 +116,13 @@ class DecoderAdapter(ArchitectureAdapter):  # type: ignore[misc]
         n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
         heads = {"q": cfg.n_heads, "k": n_kv, "v": n_kv}
         self.weight_processing_conversions = {
-            f"blocks.{{i}}.attn.{part}.weight": _layout("(n h) m -> n m h", n) for part, n in heads.items()
+            **{
+                f"blocks.{{i}}.attn.{part}.weight": _layout("(n h) m -> n m h", n)
+                for part, n in heads.items()
+            },
+            "blocks.{i}.attn.o.weight": _layout("m (n h) -> n h m", cfg.n_heads),
+            **self.extra_conversions(),
         }
-        self.weight_processing_conversions["blocks.{i}.attn.o.weight"] = _layout("m (n h) -> n h m", cfg.n_heads)
         self.component_mapping = {
             "embed": EmbeddingBridge(name="model.embeddings"),
             "blocks": Block(
@@ -136,6 +145,10 @@ class DecoderAdapter(ArchitectureAdapter):  # type: ignore[misc]
             "ln_final": Norm(name="model.norm", config=cfg),
             "unembed": Unembed(name="lm_head", config=cfg),
         }
+
+    def extra_conversions(self) -> dict[str, Any]:
+        """Weight layouts beyond the shared ones, by parameter name."""
+        return {}
 
     def attention_parts(self) -> dict[str, Any]:
         """Bridges of the attention's submodules, by the names the hooks will have."""

@@ -1,4 +1,4 @@
-"""SATFormer behind a bridge: V1, the gate before and after its nonlinearity, and the mixed values are hooks."""
+"""SATFormer behind a bridge: V1, the gate before and after its nonlinearity, and mixed values are hooks."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ MODEL_TYPE = "SATFormer"
 ARCHITECTURE = "SATFormerForCausalLM"
 
 
-class _HeadsApart(BaseTensorConversion):  # type: ignore[misc]
-    """No conversion: says that the hook's tensor is ``[batch pos head d_head]``, so ``pos_slice`` finds its axis."""
+class _HeadsApart(BaseTensorConversion):
+    """No conversion: marks the tensor as ``[batch pos head d_head]``, so ``pos_slice`` finds its axis."""
 
     splits_attention_heads = True
 
@@ -27,11 +27,11 @@ class _HeadsApart(BaseTensorConversion):  # type: ignore[misc]
         return input_value
 
 
-class _ValueBias(BaseTensorConversion):  # type: ignore[misc]
+class _ValueBias(BaseTensorConversion):
     """Value biases, which must stay where they are.
 
-    Folding a value bias into the output bias is right only if every value reaches the output with weight one. V1's
-    bias reaches it with weight alpha, which differs from token to token.
+    Folding a value bias into the output bias is right only if every value reaches the output with weight one.
+    V1's bias reaches it with weight alpha, which differs from token to token.
     """
 
     def handle_conversion(self, input_value: Tensor, *context: Any) -> Tensor:
@@ -41,13 +41,13 @@ class _ValueBias(BaseTensorConversion):  # type: ignore[misc]
     def revert(self, input_value: Tensor, *context: Any) -> Tensor:
         if self.nonzero and not bool(input_value.any()):
             raise UserError(
-                "fold_value_biases is not valid for a SATFormer with qkv_bias: V1's bias is scaled by the gate. "
-                "Open the model again and pass fold_value_biases=False"
+                "fold_value_biases is not valid for a SATFormer with qkv_bias, since V1's bias is scaled by "
+                "the gate: open the model again and pass fold_value_biases=False"
             )
         return input_value
 
 
-class Values(GeneralizedComponent):  # type: ignore[misc]
+class Values(GeneralizedComponent):
     """A part whose first input and whose output are values, ``[batch pos kv_head d_head]``."""
 
     def __init__(self, name: str, submodules: dict[str, Any] | None = None) -> None:
@@ -57,11 +57,8 @@ class Values(GeneralizedComponent):  # type: ignore[misc]
 class Adapter(DecoderAdapter):
     """The shared decoder, the place where V1 is written or read, and the mixing with its gate."""
 
-    def __init__(self, cfg: Any) -> None:
-        super().__init__(cfg)
-        self.weight_processing_conversions["blocks.{i}.attn.v.bias"] = ParamProcessingConversion(
-            tensor_conversion=_ValueBias()
-        )
+    def extra_conversions(self) -> dict[str, Any]:
+        return {"blocks.{i}.attn.v.bias": ParamProcessingConversion(tensor_conversion=_ValueBias())}
 
     def attention_parts(self) -> dict[str, Any]:
         return {
@@ -74,8 +71,8 @@ class Adapter(DecoderAdapter):
         }
 
     def preprocess_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fold the attention norm's weight into the gate projection too: it reads the same normalised input as the
-        queries, keys and values, which is as far as the stock folding looks."""
+        """Fold the attention norm's weight into the gate projection too: it reads the same normalised input
+        as the queries, keys and values, which is as far as the stock folding looks."""
         if self._fold_ln_requested:
             for key in [k for k in state_dict if k.endswith("attn.mix.alpha.weight")]:
                 norm = state_dict[key.replace("attn.mix.alpha.weight", "ln1.weight")]

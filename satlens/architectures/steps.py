@@ -1,4 +1,4 @@
-"""A bridge run one block at a time, so that a pass can start again at an edited layer instead of at the embedding."""
+"""A bridge run one block at a time, so that a pass can start again at an edited layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from satlens.hf.decoder import _mask, _positions
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """All that the next block depends on. The residual stream alone is not enough: later layers also read V1."""
+    """All that the next block depends on: not the residual stream alone, since later layers also read V1."""
 
     residual: Float[Tensor, "batch pos d_model"]
     """Input of the next block."""
     v1: Float[Tensor, "batch pos kv_head d_head"] | None
-    """First-layer values as layer 0 wrote them; None before layer 0 and in models that do not pass them on."""
+    """First-layer values as layer 0 wrote them; None before layer 0 and in models without them."""
     position_embeddings: tuple[Float[Tensor, "rows pos d_head"], Float[Tensor, "rows pos d_head"]]
     """Rotary cosine and sine; rows is batch, or 1 when all rows have the same positions."""
     attention_mask: Bool[Tensor, "rows 1 pos key"] | None
@@ -29,7 +29,7 @@ class State:
 def begin(
     bridge: Any, input_ids: Int[Tensor, "batch pos"], attention_mask: Int[Tensor, "batch key"] | None = None
 ) -> State:
-    """The state before block 0 (the embedding's hooks fire). ``attention_mask`` is 1 for real tokens, 0 for padding."""
+    """The state before block 0 (the embedding's hooks fire). ``attention_mask``: 1 real tokens, 0 padding."""
     decoder = bridge.original_model.model
     residual = decoder.embeddings(input_ids)
     return State(
@@ -52,7 +52,7 @@ def step(bridge: Any, layer: int, state: State) -> State:
 
 
 def normed(bridge: Any, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-    """The final norm (its hooks fire). Separate from the head, which may be applied to a chunk of positions."""
+    """The final norm (its hooks fire), apart from the head, which may be applied to a chunk of positions."""
     out: Tensor = bridge.ln_final(residual)
     return out
 
@@ -70,8 +70,8 @@ def cat(states: Sequence[State]) -> State:
         SatlensError: states at different stages (with and without V1) or with masks of different kinds.
     """
     first = states[0]
-    if len({state.v1 is None for state in states}) > 1 or len({s.attention_mask is None for s in states}) > 1:
-        raise SatlensError("cannot join states of different kinds: all or none must have V1, all or none a mask")
+    if len({(state.v1 is None, state.attention_mask is None) for state in states}) > 1:
+        raise SatlensError("cannot join states of different kinds: all or none need V1, all or none a mask")
     sizes = [len(state.residual) for state in states]
     cos, sin = ([state.position_embeddings[i] for state in states] for i in range(2))
     return State(

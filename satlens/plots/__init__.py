@@ -1,1 +1,1 @@
-"""How results look: one plotly theme and the export of figures; nothing here computes a number or imports torch."""
+"""How results look: one plotly theme and the export of figures; no number is computed here."""

@@ -29,8 +29,9 @@ def export(
     written: list[Path] = []
     drawn = {name: go.Figure(fig) for name, fig in figures.items()}
     for name, fig in drawn.items():
+        name_traces(fig)
         json_path, html_path = out / f"{name}.json", out / f"{name}.html"
-        json_path.write_text(str(fig.to_json()), encoding="utf-8")
+        json_path.write_text(str(fig.to_json(remove_uids=False)), encoding="utf-8")
         fig.write_html(html_path, include_plotlyjs="directory", div_id=name, config={"displaylogo": False})
         written += [json_path, html_path]
     for suffix in formats:
@@ -48,17 +49,36 @@ def images(figures: Mapping[str, go.Figure], out: Path, suffix: str = "svg") -> 
     if reason := cannot_draw():
         say(f"no {suffix.upper()} files: {reason}; HTML and JSON are complete")
         return []
+    for fig in figures.values():
+        name_traces(fig)
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"{name}.{suffix}" for name in figures]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    reason = "the browser gave no reason"
     try:
-        pio.write_images(list(figures.values()), paths, format=suffix, scale=1 if suffix == "svg" else 2)
+        _draw(list(figures.values()), paths, suffix)
     except Exception as error:  # whatever a browser can fail with, the run must go on
-        say(f"no {suffix.upper()} files: {_first_line(error)}; HTML and JSON are complete")
-        return []
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    drawn = [path for path in paths if path.is_file()]
+    if missing := [path.name for path in paths if path not in drawn]:
+        say(f"not drawn: {', '.join(missing)} ({reason}); HTML and JSON are complete")
     if suffix == "svg":
-        for path in paths:
+        for path in drawn:
             path.write_text(fix_ids(path.read_text(encoding="utf-8"), path.stem), encoding="utf-8")
-    return paths
+    return drawn
+
+
+def _draw(figures: list[go.Figure], paths: list[Path], suffix: str) -> None:
+    """All figures in one browser; kaleido passes over those it cannot draw without raising."""
+    pio.write_images(
+        figures,
+        paths,
+        format=suffix,
+        scale=1 if suffix == "svg" else 2,
+        width=[fig.layout.width or 860 for fig in figures],
+        height=[fig.layout.height or 480 for fig in figures],
+    )
 
 
 def cannot_draw() -> str:
@@ -71,12 +91,14 @@ def cannot_draw() -> str:
     return "no Chrome or Chromium was found (on Debian: apt install chromium)"
 
 
+def name_traces(fig: go.Figure) -> None:
+    """Give traces fixed ids; plotly draws the missing ones at random."""
+    for number, trace in enumerate(fig.data):
+        trace.uid = trace.uid or f"t{number}"
+
+
 def fix_ids(svg: str, name: str) -> str:
     """Replace the six random hex digits that plotly puts into an SVG's ids by the figure's name."""
     for found in sorted(set(_RANDOM_ID.findall(svg))):
-        svg = svg.replace(found, f"-{name}-")
+        svg = re.sub(rf"(clip|defs-|legend|\bg){found}", rf"\g<1>{name}-", svg)
     return svg
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
 """What every figure has in common: template, colours, subtitle, intervals and the greyed layer 0.
 
-Magnitudes get one blue hue, differences a blue-white-red scale centred on 0, categories the Okabe-Ito colours; all
-three stay apart in the common colour-vision deficiencies.
+Magnitudes get one blue hue, differences a blue-white-red scale centred on 0, categories Okabe-Ito colours;
+all three stay apart in the common colour-vision deficiencies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,8 +76,12 @@ def style(
 
     Traces get fixed ids, so that the same tables always give the same bytes.
     """
+    named = sum(1 for trace in fig.data if trace.name and trace.showlegend is not False) > 1
+    legend = named or any(trace.showlegend for trace in fig.data)
     fig.update_layout(
         template=template(),
+        margin={"t": 108 if legend else 96},
+        showlegend=legend,
         title={"text": title, "subtitle": {"text": subtitle}},
         meta={"caption": caption},
         width=width,
@@ -88,14 +92,15 @@ def style(
     return fig
 
 
-def subtitle(n_tokens: int | None, n_documents: int | None, interval: bool, *extra: str) -> str:
-    """How much text stands behind a figure, and what its bands and bars mean."""
+def subtitle(n_tokens: int | None, n_documents: int | None, interval: bool | None, *extra: str) -> str:
+    """How much text stands behind a figure and what its bands are; `interval=None` where none belongs."""
     parts = list(extra)
     if n_tokens is not None and n_documents is not None:
         parts.append(f"{n_tokens:,} tokens in {n_documents:,} document{'' if n_documents == 1 else 's'}")
     elif n_tokens is not None:
         parts.append(f"{n_tokens:,} tokens")
-    parts.append("95 % bootstrap interval over documents" if interval else NO_INTERVAL)
+    if interval is not None:
+        parts.append("95 % bootstrap interval over documents" if interval else NO_INTERVAL)
     return " · ".join(parts)
 
 
@@ -142,6 +147,7 @@ def series(
             y=np.concatenate([top[known], bottom[known][::-1]]),
             fill="toself",
             fillcolor=_rgba(colour, 0.18),
+            mode="lines",
             line={"width": 0},
             hoverinfo="skip",
             showlegend=False,
@@ -179,16 +185,70 @@ def series(
 
 
 def interval_texts(low: Any, high: Any) -> list[str]:
-    """"[low, high]" of each row for hover texts, empty where there is none."""
+    """ "[low, high]" of each row for hover texts, empty where there is none."""
     pairs = zip(floats(low), floats(high), strict=True)
     return [f"[{a:.4g}, {b:.4g}]" if np.isfinite(a) and np.isfinite(b) else "" for a, b in pairs]
 
 
-def layer_axis(fig: go.Figure, n_layers: int, title: str = "layer", **place: Any) -> None:
-    """An x axis of layers 0..n-1 with integer ticks that do not crowd."""
+def layer_axis(fig: go.Figure, n_layers: int, title: str = "layer", most: int = 24, **place: Any) -> None:
+    """An x axis of layers 0..n-1 with integer ticks that do not crowd; layer 0 is named after V1."""
+    values = ticks(n_layers, most)
+    words = ["0<br>(V1)", *[str(value) for value in values[1:]]]
     fig.update_xaxes(
-        title_text=title, range=[-0.6, n_layers - 0.4], tickmode="array", tickvals=ticks(n_layers), **place
+        title_text=title,
+        range=[-0.6, n_layers - 0.4],
+        tickmode="array",
+        tickvals=values,
+        ticktext=words,
+        **place,
     )
+
+
+def matrix_axes(fig: go.Figure, n_layers: int, n_heads: int) -> None:
+    """Integer axes of a layer by KV-head heatmap; layers grow upwards, as the residual stream does."""
+    fig.update_xaxes(
+        title_text="KV head",
+        tickvals=ticks(n_heads),
+        range=[-0.5, n_heads - 0.5],
+        showgrid=False,
+        showline=False,
+    )
+    fig.update_yaxes(
+        title_text="layer",
+        tickvals=ticks(n_layers, 48),
+        range=[-0.5, n_layers - 0.5],
+        showgrid=False,
+        showline=False,
+    )
+
+
+def side_label(fig: go.Figure, text: str, above: bool) -> None:
+    """Say at the right edge which side of 0 means what."""
+    fig.add_annotation(
+        x=1,
+        xref="x domain",
+        xanchor="right",
+        y=1 if above else 0,
+        yref="y domain",
+        yanchor="top" if above else "bottom",
+        text=("▲ " if above else "▼ ") + text,
+        showarrow=False,
+        font={"color": MUTED, "size": 11},
+    )
+
+
+def log_axis(fig: go.Figure, values: Any, title: str, percent: bool = False, **place: Any) -> None:
+    """A logarithmic y axis whose ticks are whole labels (1, 2, 5, 10 ... or powers of ten)."""
+    positive = floats(values)
+    positive = positive[np.isfinite(positive) & (positive > 0)]
+    low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    steps = (1, 2, 5) if len(decades) < 6 and not percent else (1,)
+    at = [step * 10.0**decade for decade in decades for step in steps]
+    words = [f"{100 * value:.10g} %" if percent else f"{value:,.10g}" for value in at]
+    pad = 0.06 * max(np.log10(high / low), 0.2)
+    ends = [decades[0], 0.1] if percent else [np.log10(low) - pad, np.log10(high) + pad]
+    fig.update_yaxes(type="log", title_text=title, tickvals=at, ticktext=words, range=ends, **place)
 
 
 def ticks(n: int, most: int = 24) -> list[int]:
@@ -204,7 +264,9 @@ def grey_layer_zero(fig: go.Figure, label: str = "layer 0<br>produces V1", horiz
     if not label:
         return
     if horizontal:
-        fig.add_annotation(x=0.5, xref="x domain", y=0, text=label, showarrow=False, font={"color": MUTED, "size": 11})
+        fig.add_annotation(
+            x=0.5, xref="x domain", y=0, text=label, showarrow=False, font={"color": MUTED, "size": 11}
+        )
     else:
         fig.add_annotation(
             x=0,
@@ -219,8 +281,8 @@ def grey_layer_zero(fig: go.Figure, label: str = "layer 0<br>produces V1", horiz
 
 
 def zero_line(fig: go.Figure, **place: Any) -> None:
-    """The line of no change."""
-    fig.add_hline(y=0, line={"color": INK, "width": 1}, layer="below", **place)
+    """The line of no change, always in view."""
+    fig.update_yaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.2, rangemode="tozero", **place)
 
 
 def heatmap(

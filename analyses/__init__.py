@@ -1,0 +1,1 @@
+"""One file per scientific question; the verb of the command line is the name of the file."""

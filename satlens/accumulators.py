@@ -1,0 +1,199 @@
+"""What a pass keeps: each accumulator sums what it reads, so that merging processes or batches is addition.
+
+``reads`` names roles of ``Sites``, or "nll" for the float32 NLL of the scored predictions. ``update`` is called once
+per batch for each (role, layer) and for "nll" with layer -1, as soon as the tensor exists: nothing is held.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from satlens.interventions import position_hash
+from satlens.sites import Sites
+from satlens.tokens import Batch
+
+NLL = "nll"
+N_BINS = 48
+SMALLEST, LARGEST = 1e-3, 1e2
+"""Where the logarithmic bins of gate values begin and end; what lies outside falls into the end bins."""
+
+
+class Accumulator(Protocol):
+    """State across batches. ``merge`` is what makes many processes equal to one."""
+
+    reads: tuple[str, ...]
+
+    def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None: ...
+
+    def merge(self, other: Any) -> None: ...
+
+
+class NllByDocument:
+    """Sum of NLL and number of scored predictions of every document, in float64."""
+
+    reads = (NLL,)
+
+    def __init__(self, n_documents: int) -> None:
+        self.nll = torch.zeros(n_documents, dtype=torch.float64)
+        self.count = torch.zeros(n_documents, dtype=torch.float64)
+
+    def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None:
+        """Add ``tensor`` ``[scored]`` to the documents of its targets."""
+        docs = batch.target_docs().cpu()
+        self.nll.index_add_(0, docs, tensor.double().cpu())
+        self.count.index_add_(0, docs, torch.ones_like(docs, dtype=torch.float64))
+
+    def merge(self, other: "NllByDocument") -> None:
+        """Add another process's sums."""
+        self.nll += other.nll
+        self.count += other.count
+
+
+class LensNll:
+    """NLL by document when each layer's residual stream goes straight to the final norm and head (logit lens)."""
+
+    reads = ("resid_post", NLL)
+
+    def __init__(self, n_documents: int, sites: Sites, nll_of: Callable[[Tensor, Batch], Tensor]) -> None:
+        self.layers = [NllByDocument(n_documents) for _ in range(sites.n_layers)]
+        self.last, self.nll_of = sites.n_layers - 1, nll_of
+
+    def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None:
+        """The last layer's lens is the model itself, so its NLL is taken from the pass."""
+        if role == NLL:
+            self.layers[self.last].update(batch, NLL, -1, tensor)
+        elif layer != self.last:
+            self.layers[layer].update(batch, NLL, -1, self.nll_of(tensor, batch))
+
+    def merge(self, other: "LensNll") -> None:
+        """Add another process's sums."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.merge(theirs)
+
+
+def closed(alpha: Tensor, kind: str) -> Tensor:
+    """Which gate values count as shut, by kind of gate (see ``CLOSED_RULE``)."""
+    match kind:
+        case "relu":
+            return alpha == 0
+        case "tanh" | "identity":
+            return alpha < 0
+        case _:
+            return alpha < 0.05
+
+
+CLOSED_RULE = {
+    "relu": "alpha exactly 0",
+    "tanh": "alpha below 0 (V1 is subtracted)",
+    "identity": "alpha below 0 (V1 is subtracted)",
+    "sigmoid": "alpha below 0.05",
+    "softmax": "alpha below 0.05 (an even share is 1)",
+    "softmax_sigmoid": "alpha below 0.05",
+}
+
+
+def bin_edges(kind: str) -> np.ndarray:
+    """Edges of the gate histogram: logarithmic from SMALLEST to LARGEST, mirrored where alpha may be negative."""
+    positive = np.geomspace(SMALLEST, LARGEST, N_BINS + 1)
+    if kind in ("tanh", "identity"):
+        return np.concatenate([-positive[::-1], positive])
+    return np.concatenate([[0.0], positive])
+
+
+class GateStatistics:
+    """Sums of alpha by token id and by document, share of shut gates, and a histogram, per layer and KV head.
+
+    Enough for every gate figure, and for its bootstrap, without the model (spec part A, Fig. 3 and 8).
+    """
+
+    reads = ("gate",)
+
+    def __init__(self, n_documents: int, sites: Sites) -> None:
+        assert sites.gate_kind is not None
+        self.kind, self.gated = sites.gate_kind, list(sites.layers("gate"))
+        size = (len(self.gated), sites.n_kv_heads)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64)
+
+        self.token_sum, self.token_closed = zeros(sites.d_vocab, *size), zeros(sites.d_vocab, *size)
+        self.doc_sum, self.doc_closed = zeros(n_documents, *size), zeros(n_documents, *size)
+        self.doc_square = zeros(n_documents, *size)
+        self.token_count, self.doc_count = zeros(sites.d_vocab), zeros(n_documents)
+        self.edges = torch.from_numpy(bin_edges(self.kind)).float()
+        self.exact_zero = zeros(*size)
+        self.histogram = zeros(*size, len(self.edges) - 1)
+
+    def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None:
+        """Add alpha ``[batch pos kv_head]`` at the positions that are text."""
+        at = self.gated.index(layer)
+        alpha = tensor[batch.text].detach().float().cpu()
+        ids, docs = batch.input_ids[batch.text].cpu(), batch.doc[batch.text].cpu()
+        value, shut = alpha.double(), closed(alpha, self.kind).double()
+        self.token_sum[:, at].index_add_(0, ids, value)
+        self.token_closed[:, at].index_add_(0, ids, shut)
+        self.doc_sum[:, at].index_add_(0, docs, value)
+        self.doc_closed[:, at].index_add_(0, docs, shut)
+        self.doc_square[:, at].index_add_(0, docs, value.square())
+        if at == 0:
+            ones = torch.ones_like(ids, dtype=torch.float64)
+            self.token_count.index_add_(0, ids, ones)
+            self.doc_count.index_add_(0, docs, ones)
+        self._count_bins(at, alpha)
+
+    def _count_bins(self, at: int, alpha: Tensor) -> None:
+        n_bins, heads = self.histogram.shape[-1], alpha.shape[1]
+        is_zero = alpha == 0
+        self.exact_zero[at] += is_zero.sum(0).double()
+        place = (torch.bucketize(alpha, self.edges, right=True) - 1).clamp_(0, n_bins - 1)
+        flat = place + torch.arange(heads) * n_bins
+        counts = torch.bincount(flat[~is_zero], minlength=heads * n_bins)
+        self.histogram[at] += counts.view(heads, n_bins).double()
+
+    def merge(self, other: "GateStatistics") -> None:
+        """Add another process's sums."""
+        for name, mine in vars(self).items():
+            if isinstance(mine, Tensor) and name != "edges":
+                mine += getattr(other, name)
+
+
+class GateSample:
+    """Alpha at about ``n_draws`` randomly chosen text positions, for resampling: one row of heads per position.
+
+    Positions are chosen by a hash of where they stand, so the sample is the same for every batch size.
+    """
+
+    reads = ("gate",)
+
+    def __init__(self, sites: Sites, n_positions: int, n_draws: int, seed: int) -> None:
+        self.gated, self.seed = list(sites.layers("gate")), seed
+        self.share = min(1.0, n_draws / max(n_positions, 1))
+        self.values: dict[int, list[Tensor]] = {layer: [] for layer in self.gated}
+        self.keys: list[Tensor] = []
+
+    def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None:
+        """Keep alpha at the chosen positions of this batch."""
+        key = position_hash(batch.row, batch.input_ids.shape[1], 1, self.seed).squeeze(-1)
+        chosen = batch.text.cpu() & (key < int(self.share * (2**63 - 1)))
+        if layer == self.gated[0]:
+            self.keys.append(key[chosen])
+        self.values[layer].append(tensor.detach().float().cpu()[chosen])
+
+    def merge(self, other: "GateSample") -> None:
+        """Take over another process's positions."""
+        self.keys += other.keys
+        for layer, values in self.values.items():
+            values += other.values[layer]
+
+    def result(self, n_layers: int) -> Tensor:
+        """``[layer kv_head draw]``, in the order of the keys (which is the same however rows were spread)."""
+        order = torch.cat(self.keys).argsort()
+        stacked = {layer: torch.cat(values)[order] for layer, values in self.values.items()}
+        n_draws, n_heads = next(iter(stacked.values())).shape
+        out = torch.zeros(n_layers, n_heads, n_draws)
+        for layer, values in stacked.items():
+            out[layer] = values.T
+        return out

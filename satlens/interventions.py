@@ -103,7 +103,7 @@ def _gate_edit(layer: int, heads: tuple[int, ...] | None, new: Callable[[Tensor,
         if bad := [head for head in heads if not 0 <= head < alpha.shape[-1]]:
             raise UserError(f"no KV head {bad[0]}: layer {layer} has heads 0 to {alpha.shape[-1] - 1}")
         out = alpha.clone()
-        index = torch.tensor(heads, device=alpha.device)
+        index = torch.tensor(heads, dtype=torch.long, device=alpha.device)
         out[..., index] = replaced[..., index]
         return out
 

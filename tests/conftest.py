@@ -7,8 +7,8 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-# Before anything imports these: every call then checks shapes and dtypes. Not satlens.hf.config, whose dataclasses
-# accept any keyword and would lose that.
+# Before anything imports these: every call then checks shapes and dtypes. Not satlens.hf.config, whose
+# dataclasses accept any keyword and would lose that.
 for _name in ("hf.layers", "hf.decoder", "hf.satformer", "architectures", "v1"):
     install_import_hook(f"satlens.{_name}", "beartype.beartype")
 torch.set_num_threads(1)

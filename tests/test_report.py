@@ -16,7 +16,7 @@ from satlens.run import digest, open_run, start_run
 EVIL = "</script><script>alert(1)</script>"
 
 
-def make(root, verb, figure=True, summary=None):
+def make(root, verb, figure=True, summary=None, n_documents=12):
     run = start_run(root, verb, {"seed": 5}, ["satlens", verb, "reference/satformer"], run_id="00")
     words = ["=1+1", "-2 cats", "@x", "plain", EVIL]
     run.table("words", pd.DataFrame({"token": words, "delta": [-1.0, -2.5, 3.0, 0.0, None]}))
@@ -24,7 +24,7 @@ def make(root, verb, figure=True, summary=None):
         fig = go.Figure(go.Bar(x=["a", EVIL], y=[1, 2]))
         run.figure("bars", theme.style(fig, f"Bars of {verb}", "10 tokens", f"Caption of {verb} <b>"))
     model = {"name": "SAT<i>", "digest": "d" * 64}
-    data = {"name": "held-out", "n_tokens": 4321, "n_documents": 12, "first_ids": [7, 8, 9]}
+    data = {"name": "held-out", "n_tokens": 4321, "n_documents": n_documents, "first_ids": [7, 8, 9]}
     return run.finish(summary or {}, model=model, data=data)
 
 
@@ -82,9 +82,14 @@ def test_key_numbers_have_interval_unit_and_tokens(tmp_path):
     }
     text = assemble([make(tmp_path, "gates", summary=summary)], tmp_path / "out").read_text()
     assert "<td>perplexity</td><td>31.416</td><td>[30.5, 32.5]</td><td>4,321</td>" in text
-    none = "no interval: fewer than two documents"
-    assert f"<td>worst layer</td><td>0.05 nats per token</td><td>{none}</td><td>99</td>" in text
+    assert "<td>worst layer</td><td>0.05 nats per token</td><td>no interval</td><td>99</td>" in text
     assert "<td>crossover: layer</td><td>not defined</td>" in text
+
+
+def test_one_document_is_named_as_the_reason_for_a_missing_interval(tmp_path):
+    run = make(tmp_path, "gates", summary={"perplexity": Interval(31.5, None, None)}, n_documents=1)
+    text = assemble([run], tmp_path / "out").read_text()
+    assert "<td>31.5</td><td>no interval: fewer than two documents</td>" in text
 
 
 def test_provenance_names_command_seed_digests_and_first_ids(tmp_path):

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from satlens.errors import SatlensError
-from satlens.hf.decoder import _mask, _positions
+from satlens.hf.decoder import mask_for, positions_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ def begin(
     return State(
         residual=residual,
         v1=None,
-        position_embeddings=decoder.rotary(_positions(None, attention_mask, residual, 0)),
-        attention_mask=_mask(decoder.config, attention_mask, residual, 0),
+        position_embeddings=decoder.rotary(positions_for(None, attention_mask, residual, 0)),
+        attention_mask=mask_for(decoder.config, attention_mask, residual, 0),
     )
 
 

@@ -110,9 +110,9 @@ class DecoderModel(DecoderPreTrained):
             cache = DynamicCache()
         n_past = cache.get_seq_length() if cache is not None else 0
         shared = {
-            "attention_mask": _mask(self.config, attention_mask, x, n_past),
+            "attention_mask": mask_for(self.config, attention_mask, x, n_past),
             "position_embeddings": position_embeddings
-            or self.rotary(_positions(position_ids, attention_mask, x, n_past)),
+            or self.rotary(positions_for(position_ids, attention_mask, x, n_past)),
             "cache": cache,
             "output_attentions": bool(output_attentions),
         }
@@ -130,13 +130,13 @@ class DecoderModel(DecoderPreTrained):
         return _with_cache(out, cache)
 
 
-def _mask(config: SharedConfig, padding: Tensor | None, x: Tensor, n_past: int) -> Tensor | None:
+def mask_for(config: SharedConfig, padding: Tensor | None, x: Tensor, n_past: int) -> Tensor | None:
     if padding is not None and padding.dim() != 2:
         raise ValueError(f"attention_mask must be [batch, key] of 0 and 1, got shape {tuple(padding.shape)}")
     return attention_mask(padding, x.shape[1], n_past, config.window_size, x.device)
 
 
-def _positions(given: Tensor | None, padding: Tensor | None, x: Tensor, n_past: int) -> Tensor:
+def positions_for(given: Tensor | None, padding: Tensor | None, x: Tensor, n_past: int) -> Tensor:
     """Positions count real tokens, so a left-padded row is rotated exactly like the unpadded one."""
     if given is not None:
         return given

@@ -25,8 +25,7 @@ def key_numbers(run: FinishedRun) -> str:
             unit = f" {value['unit']}" if value.get("unit") else ""
             tokens = value.get("n_tokens", run.manifest.data.get("n_tokens"))
             shown = number(value["estimate"]) + unit
-            low, high = value.get("low"), value.get("high")
-            ends = NO_INTERVAL if low is None or high is None else f"[{number(low)}, {number(high)}]"
+            ends = _ends(value, run.manifest.data.get("n_documents"))
         else:
             shown, ends, tokens = number(value), "", None
         rows.append((name, shown, ends, number(tokens) if tokens is not None else ""))
@@ -127,6 +126,14 @@ def provenance(run: FinishedRun) -> str:
         else ""
     )
     return f"{alert}<details><summary>Provenance</summary>\n{grid(['what', 'value'], rows)}\n</details>"
+
+
+def _ends(value: Mapping[str, Any], n_documents: int | None) -> str:
+    """The interval in words; where it is missing, only too few documents are named as the reason."""
+    low, high = value.get("low"), value.get("high")
+    if low is not None and high is not None:
+        return f"[{number(low)}, {number(high)}]"
+    return NO_INTERVAL if n_documents is not None and n_documents < 2 else "no interval"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

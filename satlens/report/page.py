@@ -76,7 +76,7 @@ def _intro(runs: list[FinishedRun]) -> str:
     if tokens:
         words += f" on {' and '.join(f'{count:,}' for count in tokens)} tokens"
     return (
-        f"<p>{words}. Every number stands with its interval and token count; "
+        f"<p>{words}. Measured numbers stand with their interval and token count; "
         '<a href="#how-to-read">how to read this page</a> is at the end. The page works offline.</p>'
     )
 

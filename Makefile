@@ -42,11 +42,15 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/run_all.py
 
-test-tl4:
-	$(PYTHON) -m venv .venv-tl4
-	.venv-tl4/bin/pip install -q $(PIP_ARGS) torch==2.13.0 -c constraints.txt
-	.venv-tl4/bin/pip install -q $(PIP_ARGS) -r tests/requirements-tl4.txt
+test-tl4: .venv-tl4/.ready
 	.venv-tl4/bin/python -m pytest tests/test_bridge.py tests/test_sites.py
+
+.venv-tl4/.ready: pyproject.toml tests/requirements-tl4.txt
+	$(PYTHON) -m venv .venv-tl4
+	.venv-tl4/bin/pip install -q $(PIP_ARGS) torch==2.13.0
+	.venv-tl4/bin/pip install -q $(PIP_ARGS) -r tests/requirements-tl4.txt
+	.venv-tl4/bin/pip install -q $(PIP_ARGS) --no-deps -e .
+	touch $@
 
 reference: setup
 	$(BIN)/python reports/reference/rebuild.py

@@ -22,7 +22,7 @@ import tyro
 from satlens.errors import UserError
 from satlens.log import say
 from satlens.reading import Reading, Subject, data_facts, measure, open_subject, open_text, process_place
-from satlens.run import Run, start_run
+from satlens.run import Run, measured, start_run
 
 Kind = Literal["zero", "mean", "head-mean", "resample"]
 Scope = Literal["layer", "head", "upward", "downward"]
@@ -140,7 +140,14 @@ def plan(config: Config, subject: Subject, corpus: Any, known: Any) -> list[Plan
 
 
 def _planned(
-    kind: str, scope: str, layer: int, head: int | None, layers: list[int], known: Any, seed: int, n_documents: int
+    kind: str,
+    scope: str,
+    layer: int,
+    head: int | None,
+    layers: list[int],
+    known: Any,
+    seed: int,
+    n_documents: int,
 ) -> Planned:
     from satlens.accumulators import NllByDocument
     from satlens.interventions import INTERVENTIONS
@@ -175,7 +182,10 @@ def finish(
     out.table("nll_by_document", by_document, {name: "nats, summed" for name in ("clean", *sums)})
     out.tensor("calibration", {"mean": known.mean.numpy(), "sample": known.sample.numpy()})
     weights = document_weights(scored.n_documents, reading.resamples, reading.seed)
-    tables = {"baseline": baseline_row(base, count, weights), "ablation": deltas(planned, base, count, weights)}
+    tables = {
+        "baseline": baseline_row(base, count, weights),
+        "ablation": deltas(planned, base, count, weights),
+    }
     units = {"delta_nll": "nats per token", "delta_ppl": "perplexity", "nll": "nats per token"}
     for name, table in tables.items():
         out.table(name, table, {c: unit for c, unit in units.items() if c in table})
@@ -187,19 +197,20 @@ def finish(
         "n_documents": int((count > 0).sum()),
         "n_calibration_tokens": calibration.n_tokens,
     }
-    scopes = {p.scope for p in planned}
+    measured_pairs = {pair for p in planned for pair in ((p.scope, p.kind), (p.scope, None))}
     for name, figure in FIGURES.items():
-        if FIGURE_NEEDS[name] & scopes:
+        if SHOWN[name] & measured_pairs:
             out.figure(name, figure(tables, info))
     summary = {**info, **_headline(tables)}
     return out.finish(summary, model=subject.facts, data=data_facts(subject, scored, reading))
 
 
-FIGURE_NEEDS = {
-    "fig4_layers": {"layer"},
-    "ladder": {"layer"},
-    "heads": {"head"},
-    "cumulative": {"upward", "downward"},
+# what a figure shows: it is drawn when one of these (scope, kind) pairs was measured; None stands for any kind
+SHOWN = {
+    "fig4_layers": {("layer", "zero"), ("layer", "mean")},
+    "ladder": {("layer", None)},
+    "heads": {("head", None)},
+    "cumulative": {("upward", None), ("downward", None)},
 }
 
 
@@ -275,9 +286,9 @@ def _narrow_enough(config: Config, clean: Any, planned: list[Planned]) -> Callab
 def _headline(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
     """The numbers a reader wants first."""
     clean, table = tables["baseline"].iloc[0], tables["ablation"]
-    out: dict[str, Any] = {"perplexity": [clean["perplexity"], clean["low"], clean["high"]]}
+    out = {"perplexity": measured(clean["perplexity"], clean["low"], clean["high"])}
     for kind, rows in table[table["scope"] == "layer"].groupby("condition", sort=False):
         worst = rows.loc[rows["delta_ppl"].idxmax()]
-        ends = [worst["delta_ppl"], worst["delta_ppl_low"], worst["delta_ppl_high"]]
-        out[f"largest_{kind}"] = {"layer": int(worst["layer"]), "delta_ppl": ends}
+        ends = (worst["delta_ppl"], worst["delta_ppl_low"], worst["delta_ppl_high"])
+        out[f"largest_{kind}_effect_layer_{int(worst['layer'])}"] = measured(*ends, "delta PPL")
     return out

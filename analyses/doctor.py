@@ -95,7 +95,9 @@ def live_sites(subject: Subject, corpus: Any) -> list[Finding]:
             dead += [] if moved else [f"{role}.{layer}"]
             dirty += [] if torch.equal(_logits(subject, ids), before) else [f"{role}.{layer}"]
     return [
-        Finding(check="every site moves the logits", found=len(dead), allowed=0, detail=_names(dead, n_sites)),
+        Finding(
+            check="every site moves the logits", found=len(dead), allowed=0, detail=_names(dead, n_sites)
+        ),
         Finding(check="logits return to the bit", found=len(dirty), allowed=0, detail=_names(dirty, n_sites)),
     ]
 
@@ -158,7 +160,9 @@ def batches_do_not_matter(subject: Subject, corpus: Any) -> list[Finding]:
         for batch in subject.batches(corpus, 16):
             noise = torch.randint(subject.sites.d_vocab, batch.input_ids.shape, generator=rng)
             ids = torch.where(batch.real, batch.input_ids, noise)
-            yield Batch(**{**{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}, "input_ids": ids})
+            yield Batch(
+                **{**{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}, "input_ids": ids}
+            )
 
     other = _nll_by_document(subject, corpus, scrambled())
     detail = "largest difference of a document's NLL, nats"
@@ -207,11 +211,18 @@ def shut_gates_make_a_transformer(subject: Subject, corpus: Any) -> list[Finding
         return []  # the bridge has renamed the weights in memory; only a shipped folder is known here
     original = load_model(path)
     plain_class = MODELS["transformer"]
-    shared = {k: v for k, v in original.config.to_dict().items() if not k.startswith(("value_residual", "use_value"))}
+    shared = {
+        k: v
+        for k, v in original.config.to_dict().items()
+        if not k.startswith(("value_residual", "use_value"))
+    }
     twin = plain_class(plain_class.config_class(**{**shared, "model_type": "transformer"})).eval()
     twin.load_state_dict({k: v for k, v in original.state_dict().items() if "value_residual" not in k})
     ids = _ids(subject, corpus)
-    shut = [(sites.name("gate", n), lambda tensor, hook=None: torch.zeros_like(tensor)) for n in sites.layers("gate")]
+    shut = [
+        (sites.name("gate", n), lambda tensor, hook=None: torch.zeros_like(tensor))
+        for n in sites.layers("gate")
+    ]
     with torch.no_grad(), hooked(subject.bridge, shut):
         gap = float((_logits(subject, ids) - twin(ids).logits).abs().max())
     detail = "largest logit difference"

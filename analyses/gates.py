@@ -19,7 +19,7 @@ import tyro
 
 from satlens.errors import UserError
 from satlens.reading import Reading, Subject, data_facts, measure, open_subject, open_text, process_place
-from satlens.run import Run, start_run
+from satlens.run import Run, measured, start_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,12 @@ def finish(out: Run, subject: Subject, corpus: Any, stats: Any, reading: Reading
         "gate_histogram": histogram(arrays, layers),
         "gate_top_tokens": top_tokens(arrays, layers, subject.tokenizer),
     }
-    units = {"mean": "alpha", "low": "alpha", "high": "alpha", "zero_fraction": "share of positions and heads"}
+    units = {
+        "mean": "alpha",
+        "low": "alpha",
+        "high": "alpha",
+        "zero_fraction": "share of positions and heads",
+    }
     for name, table in tables.items():
         out.table(name, table, {column: unit for column, unit in units.items() if column in table})
     info = {
@@ -164,7 +169,9 @@ def histogram(arrays: dict[str, np.ndarray], layers: list[int]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "kv_head", "bin_low", "bin_high", "count"])
 
 
-def top_tokens(arrays: dict[str, np.ndarray], layers: list[int], tokenizer: Any, least: int = 20) -> pd.DataFrame:
+def top_tokens(
+    arrays: dict[str, np.ndarray], layers: list[int], tokenizer: Any, least: int = 20
+) -> pd.DataFrame:
     """The ten token ids with the largest mean alpha in each layer, among those seen at least ``least`` times."""
     seen = np.flatnonzero(arrays["token_count"] >= least)
     rows = []
@@ -187,12 +194,11 @@ def _flat(value: Any, n: int) -> Any:
 
 def _headline(profile: pd.DataFrame, heatmap: pd.DataFrame) -> dict[str, Any]:
     """The numbers a reader wants first."""
-    first, last = profile.iloc[0], profile.iloc[-1]
+    out: dict[str, Any] = {}
+    for row in (profile.iloc[0], profile.iloc[-1]):
+        at = f"layer_{int(row['layer'])}"
+        out[f"{at}_mean_alpha"] = measured(row["mean"], row["low"], row["high"])
+        out[f"{at}_share_shut"] = measured(row["zero_fraction"], row["zero_low"], row["zero_high"])
     most = heatmap.loc[heatmap["mean"].idxmax()]
-    return {
-        "mean_alpha_first": [first["mean"], first["low"], first["high"]],
-        "mean_alpha_last": [last["mean"], last["low"], last["high"]],
-        "shut_first": [first["zero_fraction"], first["zero_low"], first["zero_high"]],
-        "shut_last": [last["zero_fraction"], last["zero_low"], last["zero_high"]],
-        "most_open_head": {"layer": int(most["layer"]), "kv_head": int(most["kv_head"]), "mean": most["mean"]},
-    }
+    where = f"layer_{int(most['layer'])}_head_{int(most['kv_head'])}"
+    return {**out, f"most_open_head_{where}": measured(most["mean"], most["low"], most["high"], "mean alpha")}

@@ -27,7 +27,7 @@ from satlens.reading import (
     process_place,
     require_same_text,
 )
-from satlens.run import Run, start_run
+from satlens.run import Run, measured, start_run
 
 RULE = "first layer from which the model's NLL is below the baseline's at every later layer"
 
@@ -69,7 +69,9 @@ def accumulator(subject: Subject, corpus: Any) -> Any:
     from satlens.accumulators import LensNll
     from satlens.stream import nll_of
 
-    return LensNll(corpus.n_documents, subject.sites, lambda residual, batch: nll_of(subject.bridge, residual, batch))
+    return LensNll(
+        corpus.n_documents, subject.sites, lambda residual, batch: nll_of(subject.bridge, residual, batch)
+    )
 
 
 def finish(out: Run, subjects: list[Subject], corpus: Any, lenses: list[Any], reading: Reading) -> Path:
@@ -103,7 +105,9 @@ def finish(out: Run, subjects: list[Subject], corpus: Any, lenses: list[Any], re
     return out.finish(summary, baseline=subjects[1].facts if len(subjects) > 1 else None, **facts)
 
 
-def by_layer(names: list[str], sums: list[np.ndarray], count: np.ndarray, weights: np.ndarray) -> pd.DataFrame:
+def by_layer(
+    names: list[str], sums: list[np.ndarray], count: np.ndarray, weights: np.ndarray
+) -> pd.DataFrame:
     """Perplexity of every model at every layer, with intervals over documents."""
     from satlens.bootstrap import perplexity_interval
 
@@ -117,7 +121,9 @@ def by_layer(names: list[str], sums: list[np.ndarray], count: np.ndarray, weight
     return pd.DataFrame(rows, columns=columns)
 
 
-def difference(model: np.ndarray, baseline: np.ndarray, count: np.ndarray, weights: np.ndarray) -> pd.DataFrame:
+def difference(
+    model: np.ndarray, baseline: np.ndarray, count: np.ndarray, weights: np.ndarray
+) -> pd.DataFrame:
     """NLL of the model minus the baseline's at each layer, paired on documents."""
     from satlens.bootstrap import delta_interval
 
@@ -139,7 +145,9 @@ def first_lasting_lead(delta: np.ndarray) -> np.ndarray:
     return np.where(lasting[..., -1], first, np.nan)
 
 
-def crossover(model: np.ndarray, baseline: np.ndarray, count: np.ndarray, weights: np.ndarray) -> pd.DataFrame:
+def crossover(
+    model: np.ndarray, baseline: np.ndarray, count: np.ndarray, weights: np.ndarray
+) -> pd.DataFrame:
     """Where the model overtakes the baseline for good: the layer, its interval, and how often there is one."""
     from satlens.bootstrap import resampled_statistic, statistic_interval
 
@@ -167,12 +175,12 @@ def _headline(tables: dict[str, pd.DataFrame], names: list[str]) -> dict[str, An
     out: dict[str, Any] = {}
     for name in names:
         last = tables["lens"][tables["lens"]["model"] == name].iloc[-1]
-        out[f"perplexity_{name}"] = [last["perplexity"], last["low"], last["high"]]
+        out[f"perplexity_{name}"] = measured(last["perplexity"], last["low"], last["high"])
     if "crossover" in tables:
         row = tables["crossover"].iloc[0]
-        cross = {k: None if pd.isna(row[k]) else row[k] for k in ("layer", "low", "high")}
-        out["crossover"] = {**cross, "share_of_resamples": row["share_of_resamples_with_crossover"]}
+        layer, low, high = (None if pd.isna(row[k]) else float(row[k]) for k in ("layer", "low", "high"))
+        out["crossover_layer"] = "none" if layer is None else measured(layer, low, high)
+        out["crossover_share_of_resamples"] = row["share_of_resamples_with_crossover"]
         last = tables["lens_difference"].iloc[-1]
-        out["final_delta_nll"] = [last["delta_nll"], last["low"], last["high"]]
+        out["final_delta_nll"] = measured(last["delta_nll"], last["low"], last["high"], "nats per token")
     return out
-

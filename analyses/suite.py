@@ -68,7 +68,9 @@ def run(config: Config) -> list[Path] | None:
         runs.append(ablate.finish(out, subject, corpora, kept["nll"], planned, known, config.reading))
     subjects = [subject] if baseline is None else [subject, baseline]
     settings = lens.Config(model=config.model, baseline=baseline_name, reading=config.reading)
-    runs.append(lens.finish(start_run(root, "lens", settings, sys.argv[1:]), subjects, scored, lenses, config.reading))
+    runs.append(
+        lens.finish(start_run(root, "lens", settings, sys.argv[1:]), subjects, scored, lenses, config.reading)
+    )
     small = dataclasses.replace(config.reading, tokens=2000)
     runs.append(doctor.run(doctor.Config(model=config.model, reading=small)))
     page = assemble(runs, config.out)
@@ -76,7 +78,9 @@ def run(config: Config) -> list[Path] | None:
     return [*runs, page]
 
 
-def _measure(subject: Subject, corpus: Any, edited: list[Any], gated: bool, reading: Reading) -> dict[str, Any]:
+def _measure(
+    subject: Subject, corpus: Any, edited: list[Any], gated: bool, reading: Reading
+) -> dict[str, Any]:
     """One pass for the clean statistics and every edited condition; the accumulators by name."""
     from satlens.accumulators import NllByDocument
     from satlens.stream import Condition

@@ -170,14 +170,14 @@ class GateSample:
 
     def __init__(self, sites: Sites, n_positions: int, n_draws: int, seed: int) -> None:
         self.gated, self.seed = list(sites.layers("gate")), seed
-        self.share = min(1.0, n_draws / max(n_positions, 1))
+        self.highest = min(2**63 * n_draws // max(n_positions, 1), 2**63 - 1)
         self.values: dict[int, list[Tensor]] = {layer: [] for layer in self.gated}
         self.keys: list[Tensor] = []
 
     def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None:
         """Keep alpha at the chosen positions of this batch."""
         key = position_hash(batch.row, batch.input_ids.shape[1], 1, self.seed).squeeze(-1)
-        chosen = batch.text.cpu() & (key < int(self.share * (2**63 - 1)))
+        chosen = batch.text.cpu() & (key <= self.highest)
         if layer == self.gated[0]:
             self.keys.append(key[chosen])
         self.values[layer].append(tensor.detach().float().cpu()[chosen])

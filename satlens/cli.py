@@ -27,7 +27,11 @@ def verbs() -> dict[str, str]:
     """Verb -> module. The folder `analyses` is the registry: a file there is a verb."""
     import analyses
 
-    found = {info.name: f"analyses.{info.name}" for info in pkgutil.iter_modules(analyses.__path__) if not info.ispkg}
+    found = {
+        info.name: f"analyses.{info.name}"
+        for info in pkgutil.iter_modules(analyses.__path__)
+        if not info.ispkg
+    }
     return {**found, **OTHER_VERBS}
 
 
@@ -36,7 +40,10 @@ def overview() -> str:
     lines = ["usage: satlens VERB [flags]      satlens VERB --help for flags and examples", ""]
     for verb, module in verbs().items():
         lines.append(f"  {verb:<10} {_first_line(module)}")
-    lines += ["", "exit codes: 0 done, 1 failed, 2 your mistake (the message says what to do), 130 interrupted"]
+    lines += [
+        "",
+        "exit codes: 0 done, 1 failed, 2 your mistake (the message says what to do), 130 interrupted",
+    ]
     return "\n".join(lines)
 
 
@@ -78,7 +85,11 @@ def _run(verb: str, arguments: list[str]) -> int:
     module = importlib.import_module(known[verb])
     description = (module.__doc__ or "").strip()
     config = tyro.cli(
-        module.Config, prog=f"satlens {verb}", description=description, args=arguments, config=(tyro.conf.OmitArgPrefixes,)
+        module.Config,
+        prog=f"satlens {verb}",
+        description=description,
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes,),
     )
     made = module.run(config)
     for path in made if isinstance(made, list) else [made]:

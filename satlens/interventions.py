@@ -70,7 +70,9 @@ def resample(layer: int, heads: tuple[int, ...] | None, known: Calibration, seed
     return _gate_edit(layer, heads, draw)
 
 
-def position_hash(row: Int[Tensor, " batch"], n_pos: int, n_heads: int, seed: int) -> Int[Tensor, "batch pos kv_head"]:
+def position_hash(
+    row: Int[Tensor, " batch"], n_pos: int, n_heads: int, seed: int
+) -> Int[Tensor, "batch pos kv_head"]:
     """A non-negative pseudo-random integer for each (row, position, head): the same whatever the batching.
 
     Counter-based (splitmix64), so that an answer does not depend on how rows were grouped or spread.

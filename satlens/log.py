@@ -15,7 +15,14 @@ def say(words: str) -> None:
 def progress(disable: bool = False) -> "Progress":
     """A progress display with rate and time left; where stderr is not a terminal it draws nothing."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
     return Progress(

@@ -16,7 +16,7 @@ class Reading:
     """Text, layout and machine settings that all measuring verbs share."""
 
     text: Path | None = None
-    """Text to measure on: a .bin token file, a data build, or txt/jsonl/parquet; left out, the shipped held-out text."""
+    """Text to measure on: a .bin token file, a data build, or txt/jsonl/parquet; left out, the shipped text."""
     tokens: int = 100_000
     """Text tokens to use, in whole documents from the start; 0 means all."""
     window: int | None = None
@@ -119,7 +119,9 @@ def require_same_text(first: Subject, second: Subject) -> None:
             "per-token numbers of different vocabularies cannot be compared"
         )
     if first.tokenizer.get_vocab() != second.tokenizer.get_vocab():
-        raise UserError(f"the tokenizers of {first.name} and {second.name} differ: they would read other tokens")
+        raise UserError(
+            f"the tokenizers of {first.name} and {second.name} differ: they would read other tokens"
+        )
     if (first.layout, first.window) != (second.layout, second.window):
         raise UserError(
             f"{first.name} and {second.name} read text in different layouts ({first.layout}, {first.window} and "

@@ -235,6 +235,11 @@ def start_run(
     return Run(path, verb, fields, [_no_paths(str(argument)) for argument in argv])
 
 
+def measured(estimate: Any, low: Any, high: Any, unit: str = "") -> dict[str, Any]:
+    """A number of a run's summary with its 95 % interval (ends may be None), as the report reads it."""
+    return {"estimate": estimate, "low": low, "high": high, "unit": unit}
+
+
 def open_run(path: Path | str) -> FinishedRun:
     """Open a finished run. Raises UserError when there is no manifest or it cannot be understood."""
     path = Path(path)

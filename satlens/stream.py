@@ -117,7 +117,12 @@ def _clean_pass(
 
 
 def _edited_pass(
-    bridge: Any, sites: Sites, batch: Batch, condition: Condition, states: dict[int, State], clean: Tensor | None
+    bridge: Any,
+    sites: Sites,
+    batch: Batch,
+    condition: Condition,
+    states: dict[int, State],
+    clean: Tensor | None,
 ) -> None:
     start = _start(condition)
     changed_before = condition.changed
@@ -187,7 +192,9 @@ def _editor(condition: Condition, place: int, edit: Edit, batch: Batch) -> Calla
     def replace(tensor: Tensor, hook: Any = None) -> Tensor:
         new = edit.apply(tensor, batch)
         if new.shape != tensor.shape:
-            raise SatlensError(f"{condition.name}: an edit turned shape {tuple(tensor.shape)} into {tuple(new.shape)}")
+            raise SatlensError(
+                f"{condition.name}: an edit turned shape {tuple(tensor.shape)} into {tuple(new.shape)}"
+            )
         condition.fired[place] += 1
         condition.changed |= not torch.equal(new, tensor)
         return new
@@ -227,7 +234,9 @@ def _check(condition: Condition, passes: int) -> None:
                 f"in {passes} passes, so the numbers of this condition would be wrong"
             )
     if condition.changed and not condition.moved and any(NLL in a.reads for a in condition.accumulators):
-        raise SatlensError(f"{condition.name}: the edit changed its tensor, but no prediction moved: a dead site?")
+        raise SatlensError(
+            f"{condition.name}: the edit changed its tensor, but no prediction moved: a dead site?"
+        )
 
 
 def gather(accumulator: Any) -> Any:

@@ -15,7 +15,6 @@ from torch import Tensor
 from satlens.errors import UserError
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How documents become rows. It follows how the model was trained unless the user says otherwise."""
@@ -59,7 +58,9 @@ class Corpus:
     def take(self, documents: Int[np.ndarray, " doc"]) -> "Corpus":
         """The corpus of these documents only, in this order."""
         names = tuple(self.names[i] for i in documents)
-        return Corpus(ids=self.ids, starts=self.starts[documents], lengths=self.lengths[documents], names=names)
+        return Corpus(
+            ids=self.ids, starts=self.starts[documents], lengths=self.lengths[documents], names=names
+        )
 
     def first_tokens(self, n_tokens: int) -> "Corpus":
         """Whole documents from the start until ``n_tokens`` are reached (at least one document)."""
@@ -150,10 +151,14 @@ def _from_bin(file: Path, tokenizer: Any, eos: int | None) -> Corpus:
     eos = tokenizer.eos_token_id if eos is None else eos
     wide = len(tokenizer) > 2**16
     if file.stat().st_size % (4 if wide else 2):
-        raise UserError(f"{file} has an odd number of bytes: it is truncated or no uint{32 if wide else 16} file")
+        raise UserError(
+            f"{file} has an odd number of bytes: it is truncated or no uint{32 if wide else 16} file"
+        )
     ids = np.fromfile(file, dtype="<u4" if wide else "<u2")
     if len(ids) and int(ids.max()) >= len(tokenizer):
-        raise UserError(f"{file} holds id {ids.max()}, but the tokenizer has {len(tokenizer)}: made with another?")
+        raise UserError(
+            f"{file} holds id {ids.max()}, but the tokenizer has {len(tokenizer)}: made with another?"
+        )
     if index.exists():
         table = pd.read_parquet(index)
         starts, sizes = table["start"].to_numpy(), table["n_tokens"].to_numpy()
@@ -200,7 +205,9 @@ class _Rows:
     scorable: list[np.ndarray]
 
 
-def _sequence(corpus: Corpus, index: int, layout: Layout, bos: int | None, eos: int | None) -> tuple[np.ndarray, ...]:
+def _sequence(
+    corpus: Corpus, index: int, layout: Layout, bos: int | None, eos: int | None
+) -> tuple[np.ndarray, ...]:
     """Ids of one document with its separators, and for each token: is it text, does it count as a target."""
     body = corpus.document(index).astype(np.int64)
     has_bos = bos is not None and body[0] == bos
@@ -225,7 +232,10 @@ def _rows(corpus: Corpus, layout: Layout, window: int, bos: int | None, eos: int
     columns = [[part[0] for part in parts], docs, [part[1] for part in parts], [part[2] for part in parts]]
     if layout.kind == "stream":
         columns = [[np.concatenate(column)] for column in columns]
-    cut = [[piece[i : i + window] for piece in column for i in range(0, len(piece), window)] for column in columns]
+    cut = [
+        [piece[i : i + window] for piece in column for i in range(0, len(piece), window)]
+        for column in columns
+    ]
     return _Rows(ids=cut[0], doc=cut[1], text=cut[2], scorable=cut[3])
 
 

@@ -8,7 +8,8 @@ from satlens.interventions import INTERVENTIONS, Calibration, position_hash
 from satlens.tokens import Batch
 
 KNOWN = Calibration(
-    mean=torch.tensor([[0.0, 0.0, 0.0], [0.5, 1.5, 4.0]]), sample=torch.arange(2 * 3 * 5.0).view(2, 3, 5) + 100
+    mean=torch.tensor([[0.0, 0.0, 0.0], [0.5, 1.5, 4.0]]),
+    sample=torch.arange(2 * 3 * 5.0).view(2, 3, 5) + 100,
 )
 
 
@@ -44,7 +45,9 @@ def test_a_head_that_is_not_there_is_refused(kind):
 def test_zero_mean_and_head_mean_set_the_values_they_promise():
     alpha = torch.rand(2, 7, 3)
     assert not INTERVENTIONS["zero"](1, None, KNOWN, 0).apply(alpha, batch()).any()
-    assert torch.equal(INTERVENTIONS["mean"](1, None, KNOWN, 0).apply(alpha, batch()), torch.full((2, 7, 3), 2.0))
+    assert torch.equal(
+        INTERVENTIONS["mean"](1, None, KNOWN, 0).apply(alpha, batch()), torch.full((2, 7, 3), 2.0)
+    )
     heads = INTERVENTIONS["head-mean"](1, None, KNOWN, 0).apply(alpha, batch())
     assert torch.equal(heads, torch.tensor([0.5, 1.5, 4.0]).expand(2, 7, 3))
 

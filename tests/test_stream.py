@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from satlens.accumulators import GateStatistics, LensNll, NllByDocument
+from satlens.accumulators import GateSample, GateStatistics, LensNll, NllByDocument
 from satlens.checkpoint import load_bridge
 from satlens.errors import SatlensError
 from satlens.hf import MODELS
@@ -87,7 +87,9 @@ def test_zero_at_every_layer_equals_the_same_weights_as_a_transformer(world):
     shut = nll_condition(world, "shut", edits)
     stream(world.bridge, world.sites, rows(world), [nll_condition(world), shut])
     config = {k: v for k, v in world.double.config.to_dict().items() if "value_residual" not in k}
-    twin = MODELS["transformer"](MODELS["transformer"].config_class(**{**config, "model_type": "transformer"})).eval()
+    twin = MODELS["transformer"](
+        MODELS["transformer"].config_class(**{**config, "model_type": "transformer"})
+    ).eval()
     twin.load_state_dict({k: v for k, v in world.double.state_dict().items() if "value_residual" not in k})
     with torch.no_grad():
         expected = by_document_slowly(world, lambda ids: twin(ids).logits)
@@ -101,8 +103,14 @@ def test_a_gate_that_is_always_zero_has_a_delta_of_exactly_zero():
     bridge, sites = load_bridge(model)
     corpus = corpus_from_documents([list(range(3, 30))])
     known = Calibration(mean=torch.zeros(4, 2), sample=torch.zeros(4, 2, 3))
-    made = [Condition(name=str(n), edits=() if n is None else (zero(n, None, known, 0),),
-                      accumulators=(NllByDocument(1),)) for n in (None, 2, 3)]
+    made = [
+        Condition(
+            name=str(n),
+            edits=() if n is None else (zero(n, None, known, 0),),
+            accumulators=(NllByDocument(1),),
+        )
+        for n in (None, 2, 3)
+    ]
     stream(bridge, sites, batches(corpus, Layout(eos=False), 16, 2), made)
     clean, shut, other = (float(c.accumulators[0].nll) for c in made)
     assert shut == clean
@@ -164,7 +172,7 @@ def test_gate_statistics_equal_a_plain_loop(world):
         alphas = {}
         hooks = [
             layer.attn.value_residual_mixing.gate.register_forward_hook(
-                lambda m, i, out, n=n: alphas.__setitem__(n, out.detach())
+                lambda m, i, out, n=n, alphas=alphas: alphas.__setitem__(n, out.detach())
             )
             for n, layer in enumerate(world.double.model.layers)
             if n in gated
@@ -236,8 +244,10 @@ def test_an_edit_that_moves_no_prediction_fails_the_run():
     bridge, sites = load_bridge(model)
     corpus = corpus_from_documents([list(range(3, 20))])
     known = Calibration(mean=torch.zeros(4, 2), sample=torch.zeros(4, 2, 3))
-    made = [Condition(name=n, edits=e, accumulators=(NllByDocument(1),))
-            for n, e in (("clean", ()), ("lost", (zero(3, None, known, 0),)))]
+    made = [
+        Condition(name=n, edits=e, accumulators=(NllByDocument(1),))
+        for n, e in (("clean", ()), ("lost", (zero(3, None, known, 0),)))
+    ]
     with pytest.raises(SatlensError, match="lost: the edit changed its tensor, but no prediction moved"):
         stream(bridge, sites, batches(corpus, Layout(eos=False), 32, 1), made)
 
@@ -245,7 +255,10 @@ def test_an_edit_that_moves_no_prediction_fails_the_run():
 def test_a_misspelt_hook_is_an_error_and_hooks_are_taken_away_after_one(world):
     with pytest.raises(SatlensError, match="no hook point"), hooked(world.bridge, [("blocks.0.nope", print)]):
         pass
-    with pytest.raises(ZeroDivisionError), hooked(world.bridge, [(world.sites.name("gate", 1), lambda t, hook: 1 / 0)]):
+    with (
+        pytest.raises(ZeroDivisionError),
+        hooked(world.bridge, [(world.sites.name("gate", 1), lambda t, hook: 1 / 0)]),
+    ):
         world.bridge(torch.tensor([[3, 4]]))
     assert not [name for name, point in world.bridge.hook_dict.items() if point.fwd_hooks]
 
@@ -253,7 +266,13 @@ def test_a_misspelt_hook_is_an_error_and_hooks_are_taken_away_after_one(world):
 def test_the_pass_ends_early_when_told_to(world):
     seen = []
     condition = nll_condition(world)
-    stream(world.bridge, world.sites, rows(world, 1), [condition], lambda batch: seen.append(batch) or len(seen) < 2)
+    stream(
+        world.bridge,
+        world.sites,
+        rows(world, 1),
+        [condition],
+        lambda batch: seen.append(batch) or len(seen) < 2,
+    )
     assert len(seen) == 2
     assert 0 < condition.accumulators[0].count.sum() < sum(map(len, world.docs)) - 5
 
@@ -269,7 +288,10 @@ def test_padding_content_changes_nothing_to_the_bit(world):
 
     def run(noise):
         clean = nll_condition(world)
-        made = (replace(b, input_ids=torch.where(b.real, b.input_ids, noise)) for b in rows(world, 4, kind="document"))
+        made = (
+            replace(b, input_ids=torch.where(b.real, b.input_ids, noise))
+            for b in rows(world, 4, kind="document")
+        )
         stream(world.bridge, world.sites, made, [clean])
         return clean.accumulators[0].nll
 
@@ -281,3 +303,12 @@ def test_plain_nll_helper_agrees_with_the_models_own_loss(world):
     with torch.no_grad():
         loss = world.double(ids, labels=ids).loss
     torch.testing.assert_close(plain_nll(world.double, ids).mean().float(), loss)
+
+
+@pytest.mark.parametrize(("draws", "least", "most"), [(10_000, 48, 48), (12, 4, 24)])
+def test_the_gate_sample_is_about_as_large_as_asked_and_real(world, draws, least, most):
+    sample = GateSample(world.sites, sum(map(len, world.docs)), draws, 0)
+    stream(world.bridge, world.sites, rows(world), [Condition(name="clean", accumulators=(sample,))])
+    values = sample.result(4)
+    assert least <= values.shape[-1] <= most
+    assert not values[0].any() and values[1:].any()

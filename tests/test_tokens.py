@@ -34,8 +34,11 @@ def rows(layout, window, batch_size=3, docs=DOCS, **place):
     for batch in batches(corpus, layout, window, batch_size, bos=BOS, eos=EOS, **place):
         for line, row in enumerate(batch.row.tolist()):
             real = batch.real[line]
-            scored = [(int(batch.input_ids[line, t + 1]), int(batch.doc[line, t + 1]))
-                      for t in range(batch.input_ids.shape[1]) if batch.scored[line, t]]
+            scored = [
+                (int(batch.input_ids[line, t + 1]), int(batch.doc[line, t + 1]))
+                for t in range(batch.input_ids.shape[1])
+                if batch.scored[line, t]
+            ]
             out[row] = (batch.input_ids[line][real].tolist(), scored)
     return [out[row] for row in sorted(out)]
 

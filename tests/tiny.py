@@ -28,7 +28,7 @@ def write_texts(folder: Path, n: int = 12) -> Path:
 
 
 def write_pair(folder: Path) -> dict[str, Path]:
-    """``{"SATFormer": folder, "transformer": folder}`` with the same tokenizer, loud gates, and two KV heads of four."""
+    """``{"SATFormer": folder, "transformer": folder}``: same tokenizer, loud gates, two KV heads of four."""
     from satlens.hf import MODELS
     from satlens.training.tokenizer import train_tokenizer
 

@@ -46,7 +46,11 @@ def heldout(data: Path, out: Path) -> dict[str, object]:
         }
     )
     index.to_parquet(out / "heldout.docs.parquet", index=False)
-    by_source = index.groupby(["source", "kind", "licence"])["n_tokens"].agg(documents="size", tokens="sum").reset_index()
+    by_source = (
+        index.groupby(["source", "kind", "licence"])["n_tokens"]
+        .agg(documents="size", tokens="sum")
+        .reset_index()
+    )
     return {
         "tokens": int(sizes.sum()),
         "documents": len(index),
@@ -57,7 +61,9 @@ def heldout(data: Path, out: Path) -> dict[str, object]:
 
 def main() -> None:
     """Copy the two models and write the sheet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/reference"))
     work = parser.parse_args().work
     sheet: dict[str, object] = {"heldout": heldout(work / "data", FOLDER / "text"), "models": {}}

@@ -21,8 +21,17 @@ def steps(work: Path) -> list[list[list[str]]]:
     if not (work / "corpus" / "sources.json").exists():
         todo.append([[*python, str(HERE / "corpus.py"), "--out", str(work / "corpus")]])
     if not (work / "data" / "data.json").exists():
-        build = ["--sources", str(work / "corpus" / "text"), "--out", str(work / "data"), "--vocab-size", "8192"]
-        todo.append([[*satlens, "data", "build", *build, "--val-fraction", "0.04", "--tokenizer-chars", "30000000"]])
+        build = [
+            "--sources",
+            str(work / "corpus" / "text"),
+            "--out",
+            str(work / "data"),
+            "--vocab-size",
+            "8192",
+        ]
+        todo.append(
+            [[*satlens, "data", "build", *build, "--val-fraction", "0.04", "--tokenizer-chars", "30000000"]]
+        )
     training = []
     for name in PAIR:
         if not (work / name / "final" / "satlens.json").exists():
@@ -34,7 +43,9 @@ def steps(work: Path) -> list[list[list[str]]]:
 
 def main() -> None:
     """Run what is left to do."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/reference"))
     work = parser.parse_args().work
     work.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """What a checkpoint's config.json says: the official fields, their defaults, and the checks that stop a bad one."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -18,8 +18,8 @@ def _swiglu_width(hidden_size: int, hidden_ratio: int | None) -> int:
 class SharedConfig(PreTrainedConfig):
     """Fields that all six architectures share, under the names the official checkpoints use."""
 
-    attribute_map = {"num_attention_heads": "num_heads"}
-    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     hidden_size: int = 2048
     num_hidden_layers: int = 24

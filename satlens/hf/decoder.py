@@ -1,6 +1,6 @@
 """The pre-norm decoder as a HuggingFace model: block, stack, head and loss, shared by the architectures."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class DecoderPreTrained(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules = ["Block"]  # noqa: RUF012 - declared as an instance variable by the base class
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -56,7 +56,7 @@ class DecoderPreTrained(PreTrainedModel):
         elif isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+                nn.init.zeros_(cast(Tensor, module.bias))
 
 
 class DecoderModel(DecoderPreTrained):
@@ -77,7 +77,7 @@ class DecoderModel(DecoderPreTrained):
         return self.embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings = value
+        self.embeddings = cast(nn.Embedding, value)
 
     def forward(
         self,
@@ -110,7 +110,7 @@ class DecoderModel(DecoderPreTrained):
             cache = DynamicCache()
         n_past = cache.get_seq_length() if cache is not None else 0
         shared = {
-            "attention_mask": mask_for(self.config, attention_mask, x, n_past),
+            "attention_mask": mask_for(cast(SharedConfig, self.config), attention_mask, x, n_past),
             "position_embeddings": position_embeddings
             or self.rotary(positions_for(position_ids, attention_mask, x, n_past)),
             "cache": cache,
@@ -155,7 +155,7 @@ def _with_cache(out: Any, cache: Any) -> Any:
 class DecoderForCausalLM(DecoderPreTrained, GenerationMixin):
     """The decoder with its language-model head."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embeddings.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012 - as above
     stack: ClassVar[type[DecoderModel]] = DecoderModel
 
     def __init__(self, config: SharedConfig) -> None:
@@ -195,4 +195,4 @@ class DecoderForCausalLM(DecoderPreTrained, GenerationMixin):
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions
         )
-        return _with_cache(result, out[CACHE_FIELD] if CACHE_FIELD in out else None)
+        return _with_cache(result, out.get(CACHE_FIELD))

@@ -84,7 +84,10 @@ class Attention(nn.Module):
         self.query_blocks = 1  # above 1: blocked_attention, faster than the fused kernel for training on CPU
 
     def mix_values(
-        self, v: Float[Tensor, "batch pos kv_head d_head"], h: Float[Tensor, "batch pos d_model"], v1: Tensor | None
+        self,
+        v: Float[Tensor, "batch pos kv_head d_head"],
+        h: Float[Tensor, "batch pos d_model"],
+        v1: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The values attention will use, and the first layer's values to hand on."""
         return v, v1
@@ -159,7 +162,11 @@ def explicit_attention(
 
 
 def attention_mask(
-    padding: Int[Tensor, "batch key"] | None, n_new: int, n_past: int, window: int | None, device: torch.device
+    padding: Int[Tensor, "batch key"] | None,
+    n_new: int,
+    n_past: int,
+    window: int | None,
+    device: torch.device,
 ) -> Bool[Tensor, "rows 1 pos key"] | None:
     """Which keys each query sees, or None for plain causal attention (the fused fast path).
 

@@ -41,7 +41,9 @@ class ValueResidualMixing(nn.Module):
 
     def __init__(self, config: SATFormerConfig) -> None:
         super().__init__()
-        self.alpha_proj = nn.Linear(config.hidden_size, config.n_kv_heads, bias=config.value_residual_proj_bias)
+        self.alpha_proj = nn.Linear(
+            config.hidden_size, config.n_kv_heads, bias=config.value_residual_proj_bias
+        )
         self.gate = Gate(config.value_residual_gate)
 
     def forward(

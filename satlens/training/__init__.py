@@ -1,0 +1,1 @@
+"""Text, recipe, loop and state of the reference training."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,11 +14,14 @@ import numpy as np
 import pandas as pd
 
 from satlens.errors import UserError
+from satlens.log import say
 from satlens.training.text import Document, read_documents
-from satlens.training.tokenizer import train_tokenizer
+from satlens.training.tokenizer import BYTES, SPECIALS, train_tokenizer
 
 SPLITS = ("train", "val")
-ENCODE_BATCH = 512  # documents encoded at once: enough to keep the tokenizer's threads busy, little to hold
+ENCODE_BATCH = 512  # documents encoded at once: enough to keep the tokenizer busy, little to hold
+COLUMNS = ("start", "n_tokens", "n_chars", "source", "kind", "licence")
+SMALLEST_VOCAB = len(SPECIALS) + len(BYTES) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
             raise UserError(f"val_fraction must be in [0, 1), got {self.val_fraction}")
+        if self.vocab_size < SMALLEST_VOCAB:
+            raise UserError(f"vocab_size must be at least {SMALLEST_VOCAB}, got {self.vocab_size}")
+        if self.tokenizer_chars < 1:
+            raise UserError(f"tokenizer_chars must be at least 1, got {self.tokenizer_chars}")
 
 
 def split_of(text: str, val_fraction: float) -> str:
@@ -58,21 +66,14 @@ def build_data(config: DataConfig) -> Path:
     last, so it exists only when the build is whole.
 
     Raises:
-        UserError: no documents, an existing build, or a vocabulary too large for the id type.
+        UserError: no documents, an existing build, or a tokenizer that cannot be used.
     """
     if (config.out / "data.json").exists():
         raise UserError(f"{config.out} already holds a finished build: choose another --out or delete it")
     config.out.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(config)
-    dtype = np.dtype("<u2") if len(tokenizer) <= 2**16 else np.dtype("<u4")
-    writers = {split: _SplitWriter(config.out, split, dtype) for split in SPLITS}
-    for batch in _batches(read_documents(config.sources)):
-        encoded = tokenizer([doc.text for doc in batch], add_special_tokens=False)["input_ids"]
-        for doc, ids in zip(batch, encoded, strict=True):
-            writers[split_of(doc.text, config.val_fraction)].add(doc, [*ids, tokenizer.eos_token_id])
-    splits = {split: writer.close() for split, writer in writers.items()}
-    if not splits["train"]["tokens"]:
-        raise UserError("the sources hold no training documents")
+    dtype = id_dtype(len(tokenizer))
+    splits = _write_splits(config, tokenizer, dtype)
     manifest = {
         "layout": {"kind": "stream", "bos": False, "eos": True},
         "dtype": dtype.name,
@@ -83,17 +84,46 @@ def build_data(config: DataConfig) -> Path:
         "splits": splits,
     }
     write_json(config.out / "data.json", manifest)
+    for split, facts in splits.items():
+        say(f"{split}: {facts['tokens']:,} tokens in {facts['documents']:,} documents")
     return config.out
+
+
+def id_dtype(d_vocab: int) -> np.dtype[Any]:
+    """The official uint16 where every id fits, else uint32: an id that wraps around would be another token."""
+    return np.dtype("<u2") if d_vocab <= 2**16 else np.dtype("<u4")
+
+
+def _write_splits(config: DataConfig, tokenizer: Any, dtype: np.dtype[Any]) -> dict[str, dict[str, Any]]:
+    """Encode every document into its split; returns what each split holds."""
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(_SplitWriter(config.out, split, dtype)) for split in SPLITS}
+        for batch in _batches(read_documents(config.sources)):
+            encoded = tokenizer([doc.text for doc in batch], add_special_tokens=False)["input_ids"]
+            for doc, ids in zip(batch, encoded, strict=True):
+                writers[split_of(doc.text, config.val_fraction)].add(doc, [*ids, tokenizer.eos_token_id])
+        if not writers["train"].rows:
+            raise UserError(
+                f"no training documents in {', '.join(config.sources)}: add text or lower val_fraction"
+            )
+        return {split: writer.finish() for split, writer in writers.items()}
 
 
 class _SplitWriter:
     """Appends documents to one split's token file and keeps its index; files appear whole, by rename."""
 
-    def __init__(self, out: Path, split: str, dtype: np.dtype) -> None:
+    def __init__(self, out: Path, split: str, dtype: np.dtype[Any]) -> None:
         self.bin, self.index, self.dtype = out / f"{split}.bin", out / f"{split}.docs.parquet", dtype
         self.part = self.bin.with_suffix(".bin.part")
+        self.sha, self.start = hashlib.sha256(), 0
+        self.rows: list[tuple[int, int, int, str, str, str]] = []
+
+    def __enter__(self) -> "_SplitWriter":
         self.file = self.part.open("wb")
-        self.sha, self.rows, self.start = hashlib.sha256(), [], 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
     def add(self, doc: Document, ids: list[int]) -> None:
         """Append one document's ids (EOS included)."""
@@ -103,12 +133,11 @@ class _SplitWriter:
         self.rows.append((self.start, len(ids), len(doc.text), doc.source, doc.kind, doc.licence))
         self.start += len(ids)
 
-    def close(self) -> dict[str, Any]:
-        """Finish the files and say what they hold."""
+    def finish(self) -> dict[str, Any]:
+        """Give the files their names and say what they hold."""
         self.file.close()
         self.part.replace(self.bin)
-        columns = ["start", "n_tokens", "n_chars", "source", "kind", "licence"]
-        table = pd.DataFrame(self.rows, columns=columns)
+        table = pd.DataFrame(self.rows, columns=list(COLUMNS))
         part = self.index.with_suffix(".parquet.part")
         table.to_parquet(part, index=False)
         part.replace(self.index)
@@ -116,15 +145,21 @@ class _SplitWriter:
 
 
 def _tokenizer(config: DataConfig) -> Any:
+    """The tokenizer as saved in the build: trained here, or a copy of the one given."""
     from transformers import AutoTokenizer
 
     target = config.out / "tokenizer"
     if config.tokenizer is None:
         train_tokenizer(_sample(config), config.vocab_size, target)
     elif not (config.tokenizer / "tokenizer.json").exists():
-        raise UserError(f"{config.tokenizer}: no tokenizer.json here; give a saved HuggingFace fast tokenizer")
+        raise UserError(
+            f"{config.tokenizer}: no tokenizer.json here; give a saved HuggingFace fast tokenizer"
+        )
     else:
-        AutoTokenizer.from_pretrained(config.tokenizer).save_pretrained(target)
+        try:
+            AutoTokenizer.from_pretrained(config.tokenizer).save_pretrained(target)
+        except Exception as error:  # a damaged file shows up as whatever its parser raises
+            raise UserError(f"{config.tokenizer} is no tokenizer: {' '.join(str(error).split())}") from error
     tokenizer = AutoTokenizer.from_pretrained(target)
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS token; documents could not be told apart")
@@ -133,8 +168,14 @@ def _tokenizer(config: DataConfig) -> Any:
 
 def _sample(config: DataConfig) -> Iterator[str]:
     """Every k-th training document, k such that about ``tokenizer_chars`` characters are seen."""
-    training = (d.text for d in read_documents(config.sources) if split_of(d.text, config.val_fraction) == "train")
     total = sum(len(d.text) for d in read_documents(config.sources))
+    if not total:
+        raise UserError(
+            f"no documents with text in {', '.join(config.sources) or 'an empty list of sources'}"
+        )
+    training = (
+        d.text for d in read_documents(config.sources) if split_of(d.text, config.val_fraction) == "train"
+    )
     return islice(training, 0, None, max(1, total // config.tokenizer_chars))
 
 
@@ -156,15 +197,22 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def token_windows(path: Path, width: int, dtype: str = "uint16") -> np.ndarray:
-    """A token file as ``[windows, width]``, cut at multiples of ``width`` with the official ``(len - 1) // width`` rule.
+    """A token file as ``[windows, width]``, by the official rule: ``(len - 1) // width`` windows from the start.
 
     Raises:
-        UserError: missing file or fewer than ``width + 1`` tokens.
+        UserError: missing or truncated file, or fewer than ``width + 1`` tokens.
     """
     if not path.exists():
         raise UserError(f"no token file at {path}: make one with `satlens data build`")
-    ids = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
-    count = (len(ids) - 1) // width
+    kind = np.dtype(dtype).newbyteorder("<")
+    length, odd = divmod(path.stat().st_size, kind.itemsize)
+    if odd:
+        raise UserError(
+            f"{path} has {odd} bytes too many for {dtype} ids: it is truncated or of another type"
+        )
+    count = (length - 1) // width
     if count < 1:
-        raise UserError(f"{path} holds {len(ids)} tokens, less than one window of {width}: add text or shorten it")
-    return ids[: count * width].reshape(count, width)
+        raise UserError(
+            f"{path} holds {length} tokens, less than one window of {width}: add text or shorten it"
+        )
+    return np.memmap(path, dtype=kind, mode="r")[: count * width].reshape(count, width)

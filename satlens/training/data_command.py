@@ -11,7 +11,6 @@ from typing import Literal
 
 import tyro
 
-from satlens.errors import UserError
 from satlens.training.data import DataConfig, build_data
 
 
@@ -25,6 +24,4 @@ class Config(DataConfig):
 
 def run(config: Config) -> Path:
     """Build the data; returns the folder."""
-    if config.job != "build":
-        raise UserError(f"unknown job {config.job}")
     return build_data(config)

@@ -5,9 +5,21 @@ import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from satlens.errors import UserError
+
+# Limits of the numbers: field -> (lowest, highest, is the lowest itself allowed).
+_LIMITS: dict[str, tuple[float, float, bool]] = {
+    **dict.fromkeys(
+        ("max_tokens", "batch_size", "accumulation", "epochs", "query_blocks"), (1, math.inf, True)
+    ),
+    **dict.fromkeys(("eval_interval", "save_interval", "log_interval"), (1, math.inf, True)),
+    "seq_length": (2, math.inf, True),
+    **dict.fromkeys(("weight_decay", "seed", "snapshots", "eval_windows"), (0, math.inf, True)),
+    **dict.fromkeys(("lr", "grad_clip"), (0, math.inf, False)),
+    **dict.fromkeys(("min_lr_ratio", "warmup_ratio", "beta1", "beta2"), (0, 1, True)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +71,25 @@ class Recipe:
     eval_interval: int = 500
     """Optimizer steps between evaluations on held-out windows."""
     eval_windows: int = 100
-    """Held-out windows per evaluation."""
+    """Held-out windows per evaluation; 0 never evaluates."""
     save_interval: int = 500
     """Optimizer steps between resumable states."""
     snapshots: int = 12
-    """Log-spaced intermediate checkpoints kept for development studies."""
+    """Log-spaced intermediate checkpoints kept for development studies; 0 keeps none."""
     save_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the final weights."""
     log_interval: int = 20
     """Optimizer steps between log lines."""
 
     def __post_init__(self) -> None:
-        positive = ("max_tokens", "seq_length", "batch_size", "accumulation", "epochs", "save_interval")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for spec in dataclasses.fields(self):
+            _check_type(spec.name, getattr(self, spec.name), spec.type)
+        for name, (low, high, closed) in _LIMITS.items():
+            value = getattr(self, name)
+            if not (low <= value <= high and math.isfinite(value)) or (value == low and not closed):
+                words = f"at least {low}" if closed else f"above {low}"
+                limit = "" if high == math.inf else f" and at most {high}"
+                raise UserError(f"{name} must be {words}{limit}, got {value}")
 
     def tokens_per_step(self, world: int) -> int:
         """Tokens that one optimizer step sees over all processes."""
@@ -97,12 +113,12 @@ class Recipe:
         return low + shapes[self.schedule] * (self.lr - low)
 
     def snapshot_steps(self, world: int) -> set[int]:
-        """Log-spaced numbers of finished steps, 0 and the last included."""
+        """Log-spaced numbers of finished steps: at most ``snapshots`` of them, the last and 0 among them."""
         total = self.max_steps(world)
-        if not self.snapshots:
-            return set()
-        ratio = max(self.snapshots - 2, 1)
-        return {0, *(round(total ** (i / ratio)) for i in range(ratio + 1))}
+        if self.snapshots < 3:
+            return set([total, 0][: self.snapshots])
+        gaps = self.snapshots - 2
+        return {0, *(round(total ** (i / gaps)) for i in range(gaps + 1))}
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, without folders: what must agree for a resumed run to be the same run."""
@@ -116,16 +132,33 @@ def read_recipe(path: Path, **overrides: Any) -> Recipe:
     Raises:
         UserError: no such file, bad TOML, unknown or missing fields, or a value that makes no sense.
     """
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"no recipe at {path}")
     try:
         given = {**tomllib.loads(path.read_text(encoding="utf-8")), **overrides}
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
-    fields = {f.name: f for f in dataclasses.fields(Recipe)}
-    if unknown := sorted(set(given) - set(fields)):
-        raise UserError(f"{path}: unknown fields {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
-    missing = [n for n in ("arch", "data", "out", "max_tokens") if n not in given]
-    if missing:
+    specs = {spec.name: spec for spec in dataclasses.fields(Recipe)}
+    if unknown := sorted(set(given) - set(specs)):
+        raise UserError(f"{path}: unknown fields {', '.join(unknown)}; known: {', '.join(sorted(specs))}")
+    needed = [n for n, s in specs.items() if s.default is s.default_factory is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in given]:
         raise UserError(f"{path}: missing fields {', '.join(missing)}")
-    return Recipe(**{**given, "data": Path(given["data"]), "out": Path(given["out"])})
+    for folder in ("data", "out"):
+        _check_type(folder, given[folder], str)
+    try:
+        return Recipe(**{**given, "data": Path(given["data"]), "out": Path(given["out"])})
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """TOML has types of its own, and a string where a number belongs would fail far from here."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise UserError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
+        return
+    plain = get_origin(kind) or kind
+    wanted = (int, float) if plain is float else plain
+    if not isinstance(value, wanted) or (isinstance(value, bool) and plain is not bool):
+        raise UserError(f"{name} must be of type {plain.__name__}, got {value!r}")

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,78 +19,120 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from satlens.errors import UserError
+from satlens.errors import SatlensError, UserError
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def latest_state(folder: Path) -> Path | None:
     """The newest whole state below ``folder``, or None. A state is whole once its folder has its final name."""
-    states = sorted(p for p in folder.glob("state-*") if p.is_dir() and not p.name.endswith(".part"))
+    states = sorted(p for p in folder.glob("state-*") if re.fullmatch(r"state-\d{8}", p.name) and p.is_dir())
     return states[-1] if states else None
 
 
+def drop_unfinished(folder: Path) -> None:
+    """Remove what a crash left half written."""
+    for part in folder.glob("state-*.part"):
+        shutil.rmtree(part)
+
+
+def full_weights(model: Any) -> dict[str, Tensor]:
+    """All weights on the CPU, unwrapped names. Collective: under FSDP every process calls it, the first gets all."""
+    weights: dict[str, Tensor] = get_model_state_dict(model, options=_FULL)
+    return weights
+
+
 def save_state(folder: Path, model: Any, optimizer: Any, progress: dict[str, Any], is_main: bool) -> None:
-    """Write ``state-<step>`` by rename, then drop older ones. Collective: every process calls it (FSDP gathers)."""
-    weights = get_model_state_dict(model, options=_FULL)
+    """Write ``state-<step>`` by rename, then drop older ones. Collective: every process calls it (FSDP gathers).
+
+    The first process's RNG stands for all: each was seeded alike, and nothing is drawn after the weights.
+
+    Raises:
+        SatlensError: the disk is full or fails; the state before this one is untouched.
+    """
+    weights = full_weights(model)
     moments = get_optimizer_state_dict(model, optimizer, options=_FULL)
     if not is_main:
         return
     name = f"state-{progress['step']:08d}"
     part = folder / f"{name}.part"
+    try:
+        _write(part, weights, moments, progress)
+        part.replace(folder / name)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        kept = latest_state(folder)
+        words = f"resumes from {kept}" if kept else "starts over"
+        raise SatlensError(
+            f"{name} could not be written ({error}): make room; the run then {words}"
+        ) from error
+    for old in folder.glob("state-*"):
+        if old.name != name:
+            shutil.rmtree(old)
+
+
+def _write(part: Path, weights: dict[str, Tensor], moments: dict[str, Any], progress: dict[str, Any]) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     save_file(_unshared(weights), part / "weights.safetensors")
     flat = {f"{p}/{k}": torch.as_tensor(v) for p, slots in moments["state"].items() for k, v in slots.items()}
-    save_file(_unshared(flat), part / "moments.safetensors")
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in flat.items()}, part / "moments.safetensors"
+    )
     save_file({"torch": torch.get_rng_state()}, part / "rng.safetensors")
     groups = [{k: v for k, v in g.items() if _plain(v)} for g in moments["param_groups"]]
     (part / "progress.json").write_text(json.dumps({**progress, "param_groups": groups}, indent=1))
-    _sync(part)
-    os.replace(part, folder / name)
-    for old in folder.glob("state-*"):
-        if old.name != name:
-            shutil.rmtree(old)
+    for path in [*part.iterdir(), part]:
+        _sync(path)
 
 
 def load_state(path: Path, model: Any, optimizer: Any, recipe: dict[str, Any]) -> dict[str, Any]:
     """Restore ``model``, ``optimizer`` and RNG in place; returns the progress that was saved.
 
     Raises:
-        UserError: the state was made by another recipe (the differences are listed).
+        UserError: the state was made by another recipe or from other data (the differences are listed), or is damaged.
     """
-    progress = json.loads((path / "progress.json").read_text())
+    try:
+        progress: dict[str, Any] = json.loads((path / "progress.json").read_text())
+        weights, moments, rng = (load_file(path / f"{n}.safetensors") for n in ("weights", "moments", "rng"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it to start over") from error
     if differences := [
         f"{key}: was {progress['recipe'].get(key)}, now {recipe.get(key)}"
         for key in sorted({*recipe, *progress["recipe"]})
         if progress["recipe"].get(key) != recipe.get(key)
     ]:
         raise UserError(f"{path} belongs to another recipe ({'; '.join(differences)}); use another --out")
-    set_model_state_dict(model, _with_tied(load_file(path / "weights.safetensors"), model), options=_FULL)
-    state: dict[str, dict[str, Any]] = {}
-    for key, value in load_file(path / "moments.safetensors").items():
+    set_model_state_dict(model, _with_tied(weights, model), options=_FULL)
+    state: dict[str, dict[str, Tensor]] = {}
+    for key, value in moments.items():
         parameter, slot = key.rsplit("/", 1)
         state.setdefault(parameter, {})[slot] = value
     groups = progress.pop("param_groups")
     set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=_FULL)
-    torch.set_rng_state(load_file(path / "rng.safetensors")["torch"])
+    torch.set_rng_state(rng["torch"])
     return progress
 
 
-def _unshared(tensors: dict[str, Any]) -> dict[str, Any]:
-    """One name per storage: a tied head is the embedding, and is written once."""
-    seen: set[int] = set()
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One name per tensor: a tied head is the embedding, and is written once.
+
+    The same tensor means the same memory seen the same way; a slice that starts where its whole does is another,
+    and so are empty tensors, which all live at address 0.
+    """
+    seen: set[Any] = set()
     kept = {}
     for name, tensor in tensors.items():
-        address = tensor.data_ptr()
-        if tensor.numel() > 1 and address in seen:
+        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and view in seen:
             continue
-        seen.add(address)
+        seen.add(view)
         kept[name] = tensor.detach().clone().contiguous()
     return kept
 
 
-def _with_tied(weights: dict[str, Any], model: Any) -> dict[str, Any]:
+def _with_tied(weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """Give a tied head its name back."""
     own = get_model_state_dict(model, options=StateDictOptions())
     for name in own:
@@ -100,8 +145,10 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | list | tuple)
 
 
-def _sync(folder: Path) -> None:
-    """Push the files to disk before the rename makes them the truth."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+def _sync(path: Path) -> None:
+    """Push a file or folder to disk, before a rename makes it the truth and before older states are dropped."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from satlens.errors import UserError
 
@@ -23,17 +24,22 @@ class Document:
 def read_documents(sources: tuple[str, ...]) -> Iterator[Document]:
     """All documents of ``sources`` in order: files, folders of files, or ``hf:NAME[:SPLIT]``.
 
+    Documents of nothing but white space are left out.
+
     Raises:
-        UserError: a source that does not exist, holds no documents, or cannot be read.
+        UserError: a source that does not exist, holds no files, or cannot be read (file and line are named).
     """
     for source in sources:
         if source.startswith("hf:"):
             yield from _from_datasets(source)
             continue
         path = Path(source)
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if not files or not path.exists():
-            raise UserError(f"no documents at {source}: give {', '.join(SUFFIXES)} files, a folder of them, or hf:NAME")
+            known = ", ".join(SUFFIXES)
+            raise UserError(f"no documents at {source}: give {known} files, a folder of them, or hf:NAME")
         for file in files:
             yield from _from_file(file)
 
@@ -44,35 +50,43 @@ def _from_file(path: Path) -> Iterator[Document]:
     elif path.suffix == ".parquet":
         yield from _from_parquet(path)
     elif path.suffix in SUFFIXES:
-        text = path.read_text(encoding="utf-8")
-        if text.strip():
-            yield Document(text=text, source=path.stem)
+        yield from _labelled({"text": _decoded(path.read_bytes(), str(path))}, path.stem, str(path))
     else:
-        raise UserError(f"{path}: cannot read {path.suffix or 'this kind of'} file; use one of {', '.join(SUFFIXES)}")
+        kind = path.suffix or "this kind of"
+        raise UserError(f"{path}: cannot read {kind} file; use one of {', '.join(SUFFIXES)}")
 
 
 def _from_jsonl(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            where = f"{path}:{number}"
+            text = _decoded(line, where)
+            if not text.strip():
+                continue
             try:
-                row = json.loads(line)
-                text = row["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f'{path}:{number}: expected one JSON object with a "text" field a line') from error
-            if text.strip():
-                yield Document(text=text, **{k: row.get(k) or d for k, d in _labels(path.stem).items()})
+                row = json.loads(text)
+            except ValueError as error:
+                raise UserError(f"{where}: not JSON ({error}); expected one object a line") from error
+            if not isinstance(row, dict) or "text" not in row:
+                raise UserError(f'{where}: expected one JSON object with a "text" field a line')
+            yield from _labelled(row, path.stem, where)
 
 
 def _from_parquet(path: Path) -> Iterator[Document]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.ParquetFile(path)
-    if "text" not in table.schema_arrow.names:
-        raise UserError(f"{path}: no column named text (found {', '.join(table.schema_arrow.names)})")
-    for batch in table.iter_batches():
-        for row in batch.to_pylist():
-            if (row["text"] or "").strip():
-                yield Document(text=row["text"], **{k: row.get(k) or d for k, d in _labels(path.stem).items()})
+    try:
+        with pq.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if "text" not in names:
+                raise UserError(f"{path}: no column named text (found {', '.join(names)})")
+            columns = [name for name in ("text", "source", "kind", "licence") if name in names]
+            for batch in table.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    yield from _labelled(row, path.stem, str(path))
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is no readable parquet file ({error})") from error
 
 
 def _from_datasets(source: str) -> Iterator[Document]:
@@ -81,12 +95,32 @@ def _from_datasets(source: str) -> Iterator[Document]:
     name, _, split = source.removeprefix("hf:").partition(":")
     try:
         rows = datasets.load_dataset(name, split=split or "train", streaming=True)
-    except Exception as error:
-        raise UserError(f"cannot open the data set {name}: {error}") from error
+    except Exception as error:  # the library raises whatever its many back ends raise
+        raise UserError(f"cannot open the data set {name}: {' '.join(str(error).split())}") from error
     for row in rows:
-        if row["text"].strip():
-            yield Document(text=row["text"], source=name)
+        if "text" not in row:
+            raise UserError(f"the data set {name} has no column named text (found {', '.join(row)})")
+        yield from _labelled(row, name, name)
 
 
-def _labels(stem: str) -> dict[str, str]:
-    return {"source": stem, "kind": "", "licence": ""}
+def _labelled(row: dict[str, Any], stem: str, where: str) -> Iterator[Document]:
+    """The document of one row, or nothing where its text is empty."""
+    text = row["text"]
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise UserError(f"{where}: text must be a string, found {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
+        raise UserError(f"{where}: half a surrogate pair at character {error.start}: remove it") from error
+    if text.strip():
+        given = {label: str(row[label]) for label in ("source", "kind", "licence") if row.get(label)}
+        yield Document(text=text, **{"source": stem, **given})
+
+
+def _decoded(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 (byte {error.start}); convert it") from error

@@ -2,7 +2,7 @@
 
 Examples:
     satlens train satlens/training/presets/reference-satformer.toml
-    accelerate launch --num-processes 8 -m satlens.cli train recipe.toml --out runs/mine
+    accelerate launch --num_processes 8 -m satlens.cli train recipe.toml --out runs/mine
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tyro
 
+from satlens.errors import UserError
 from satlens.training.recipe import read_recipe
 
 
@@ -24,17 +25,25 @@ class Config:
     out: Path | None = None
     """Folder for checkpoints and logs; overrides the recipe's."""
     threads: int | None = None
-    """CPU threads; left out, torch decides."""
+    """CPU threads; left out, torch decides. Resume with the same number: sums depend on it in their last bit."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"threads must be at least 1, got {self.threads}")
 
 
-def run(config: Config) -> Path:
-    """Train to the end of the recipe; returns the folder of the final model."""
+def run(config: Config) -> Path | None:
+    """Train to the end of the recipe; returns the folder of the final model (in the first process alone, so that
+    many processes print it once)."""
+    given = {"data": config.data, "out": config.out}
+    recipe = read_recipe(config.recipe, **{k: str(v) for k, v in given.items() if v is not None})
+
     import torch
+    from accelerate import PartialState
 
     from satlens.training.loop import train
 
-    given = {"data": config.data, "out": config.out}
-    recipe = read_recipe(config.recipe, **{k: str(v) for k, v in given.items() if v is not None})
     if config.threads:
         torch.set_num_threads(config.threads)
-    return train(recipe)
+    final = train(recipe)
+    return final if PartialState().is_main_process else None

@@ -1,0 +1,150 @@
+"""Make reports/example and the measured part of the README: the reference pair, on the shipped held-out text.
+
+Example: python reports/example.py            (about a quarter of an hour on two cores)
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from analyses import ablate, suite
+from satlens.reading import Reading
+from satlens.report import assemble
+from satlens.run import FinishedRun, open_run
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "reports" / "example"
+BEGIN, END = "<!-- measured: reports/example.py -->", "<!-- /measured -->"
+
+
+def main() -> None:
+    """Measure layers on much text and single heads on less, then write page, README block and numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=200_000, help="text tokens for layers, gates and lens")
+    parser.add_argument("--head-tokens", type=int, default=40_000, help="text tokens for single heads")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "example")
+    given = parser.parse_args()
+    reading = Reading(tokens=given.tokens, runs=given.runs)
+    scopes: tuple[ablate.Scope, ...] = ("layer", "upward", "downward")
+    made = suite.run(suite.Config(scopes=scopes, reading=reading, out=given.runs / "page"))
+    heads = ablate.run(
+        ablate.Config(
+            kinds=("zero",), scopes=("head",), reading=Reading(tokens=given.head_tokens, runs=given.runs)
+        )
+    )
+    assert made is not None and heads is not None
+    runs = [*made[:-1], heads]
+    assemble(runs, OUT, static=True, title="satlens: the reference pair")
+    opened = {run.manifest.verb: run for run in map(open_run, made[:-1])}
+    block = measured(opened, open_run(heads))
+    (OUT / "numbers.md").write_text(block, encoding="utf-8")
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n\n{block}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def measured(runs: dict[str, FinishedRun], heads: FinishedRun) -> str:
+    """The tables of the README, from the runs' own tables."""
+    gates, ablation, lens = (runs[verb] for verb in ("gates", "ablate", "lens"))
+    info, data = lens.manifest.summary, lens.manifest.data
+    lines = [
+        f"Text: {info['n_tokens']:,} scored predictions in {info['n_documents']} held-out documents "
+        f"({data['text']}, rows of {data['window']}); brackets are 95 % intervals over documents.",
+        "",
+        "| model | perplexity |",
+        "|---|---|",
+    ]
+    last = lens.tables["lens"]["layer"].max()
+    for row in lens.tables["lens"].query("layer == @last").itertuples():
+        lines.append(f"| {row.model} | {interval(row.perplexity, row.low, row.high)} |")
+    lines += ["", *layer_table(gates, ablation, lens), "", *sentences(ablation, lens, heads)]
+    return "\n".join(lines) + "\n"
+
+
+def layer_table(gates: FinishedRun, ablation: FinishedRun, lens: FinishedRun) -> list[str]:
+    """One row a layer: the gate's mean and sparsity, what ablating it costs, and the lens difference."""
+    profile = gates.tables["gate_profile"].set_index("layer")
+    table = ablation.tables["ablation"].query("scope == 'layer'").set_index(["layer", "condition"])
+    gap = lens.tables["lens_difference"].set_index("layer")
+    lines = [
+        "| layer | mean alpha | exactly 0 | delta PPL, zero | delta PPL, mean | "
+        "lens: NLL against the Transformer |",
+        "|---|---|---|---|---|---|",
+    ]
+    for layer in gap.index:
+        cells = ["none: produces V1", "", "", ""]
+        if layer in profile.index:
+            gate = profile.loc[layer]
+            cells = [
+                interval(gate["mean"], gate["low"], gate["high"]),
+                interval(100 * gate["zero_fraction"], 100 * gate["zero_low"], 100 * gate["zero_high"]) + " %",
+            ]
+            for kind in ("zero", "mean"):
+                row = table.loc[(layer, kind)]
+                cells.append(interval(row["delta_ppl"], row["delta_ppl_low"], row["delta_ppl_high"]))
+        row = gap.loc[layer]
+        lines.append(f"| {layer} | {' | '.join(cells)} | {interval(row['delta_nll'], row['low'], row['high'])} |")
+    return lines
+
+
+def sentences(ablation: FinishedRun, lens: FinishedRun, heads: FinishedRun) -> list[str]:
+    """What the tables say, in words made from their numbers."""
+    table = ablation.tables["ablation"]
+    everything = table.query("scope == 'upward' and layer == layer.min()").iloc[0]
+    cross = lens.tables["crossover"].iloc[0]
+    gap = lens.tables["lens_difference"].iloc[-1]
+    single = heads.tables["ablation"].sort_values("delta_nll", ascending=False)
+    harmless = int((single["delta_nll_low"] <= 0).sum())
+    worst = single.iloc[0]
+    zero = table.query("scope == 'layer' and condition == 'zero'")
+    sure = zero[zero["delta_ppl_low"] > 0]["layer"].tolist()
+    lines = [
+        f"- Zeroing every gate at once costs {ppl(everything)} PPL.",
+        f"- Layers whose zeroing surely hurts (interval above 0): {', '.join(map(str, sure)) or 'none'}.",
+        f"- At the last layer SATFormer's NLL minus the Transformer's is "
+        f"{interval(gap['delta_nll'], gap['low'], gap['high'])} nats per token.",
+        crossing(cross),
+        f"- Of {len(single)} single heads, {harmless} can be zeroed without a sure loss "
+        f"({heads.manifest.summary['n_tokens']:,} predictions); the one that matters most is head "
+        f"{int(worst['kv_head'])} of layer {int(worst['layer'])}: "
+        f"{interval(worst['delta_nll'], worst['delta_nll_low'], worst['delta_nll_high'])} nats.",
+    ]
+    for name, better in (("mean", "zero"), ("head-mean", "mean"), ("resample", "head-mean")):
+        lines.append(ladder(table, name, better))
+    return lines
+
+
+def crossing(row: pd.Series) -> str:
+    """Where SATFormer overtakes for good, or that it does not."""
+    share = row["share_of_resamples_with_crossover"]
+    if pd.isna(row["layer"]):
+        return f"- SATFormer does not overtake the Transformer for good at any layer ({share:.0%} of resamples do)."
+    where = f"layer {int(row['layer'])} [{int(row['low'])}, {int(row['high'])}]"
+    return f"- By the logit lens SATFormer overtakes the Transformer for good at {where} ({share:.0%} of resamples)."
+
+
+def ladder(table: pd.DataFrame, kind: str, below: str) -> str:
+    """How much of the loss one rung of the ladder wins back, added over layers."""
+    rows = table.query("scope == 'layer'").pivot(index="layer", columns="condition", values="delta_nll").sum()
+    return (
+        f"- Added over single layers, `{kind}` leaves {rows[kind]:.4f} nats of loss against "
+        f"{rows[below]:.4f} for `{below}`."
+    )
+
+
+def ppl(row: pd.Series) -> str:
+    """A delta PPL with its interval."""
+    return interval(row["delta_ppl"], row["delta_ppl_low"], row["delta_ppl_high"])
+
+
+def interval(value: float, low: float, high: float) -> str:
+    """Three significant digits and the interval."""
+    if pd.isna(low):
+        return f"{value:.3g}"
+    return f"{value:.3g} [{low:.3g}, {high:.3g}]"
+
+
+if __name__ == "__main__":
+    main()

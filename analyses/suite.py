@@ -18,6 +18,7 @@ import tyro
 
 from analyses import ablate, doctor, gates, lens
 from satlens.log import say
+from satlens.plots.export import export_runs
 from satlens.reading import Reading, Subject, measure, open_subject, process_place, require_same_text
 from satlens.report import assemble
 from satlens.run import start_run
@@ -74,6 +75,7 @@ def run(config: Config) -> list[Path] | None:
     small = dataclasses.replace(config.reading, tokens=2000)
     runs.append(doctor.run(doctor.Config(model=config.model, reading=small)))
     page = assemble(runs, config.out)
+    export_runs(runs, config.out / "figures")
     say(f"the report is at {page}")
     return [*runs, page]
 

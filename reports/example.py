@@ -20,7 +20,9 @@ BEGIN, END = "<!-- measured: reports/example.py -->", "<!-- /measured -->"
 
 def main() -> None:
     """Measure layers on much text and single heads on less, then write page, README block and numbers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=200_000, help="text tokens for layers, gates and lens")
     parser.add_argument("--head-tokens", type=int, default=40_000, help="text tokens for single heads")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "example")
@@ -56,8 +58,8 @@ def measured(runs: dict[str, FinishedRun], heads: FinishedRun) -> str:
         "| model | perplexity |",
         "|---|---|",
     ]
-    last = lens.tables["lens"]["layer"].max()
-    for row in lens.tables["lens"].query("layer == @last").itertuples():
+    table = lens.tables["lens"]
+    for row in table[table["layer"] == table["layer"].max()].itertuples():
         lines.append(f"| {row.model} | {interval(row.perplexity, row.low, row.high)} |")
     lines += ["", *layer_table(gates, ablation, lens), "", *sentences(ablation, lens, heads)]
     return "\n".join(lines) + "\n"
@@ -85,7 +87,9 @@ def layer_table(gates: FinishedRun, ablation: FinishedRun, lens: FinishedRun) ->
                 row = table.loc[(layer, kind)]
                 cells.append(interval(row["delta_ppl"], row["delta_ppl_low"], row["delta_ppl_high"]))
         row = gap.loc[layer]
-        lines.append(f"| {layer} | {' | '.join(cells)} | {interval(row['delta_nll'], row['low'], row['high'])} |")
+        lines.append(
+            f"| {layer} | {' | '.join(cells)} | {interval(row['delta_nll'], row['low'], row['high'])} |"
+        )
     return lines
 
 

@@ -68,6 +68,10 @@ class LensNll:
         elif layer != self.last:
             self.layers[layer].update(batch, NLL, -1, self.nll_of(tensor, batch))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels between processes: the sums, not the model."""
+        return {**vars(self), "nll_of": None}
+
     def merge(self, other: "LensNll") -> None:
         """Add another process's sums."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):

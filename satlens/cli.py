@@ -19,6 +19,7 @@ OTHER_VERBS = {
     "data": "satlens.training.data_command",
     "train": "satlens.training.train_command",
     "report": "satlens.report.command",
+    "figures": "satlens.plots.command",
 }
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 
@@ -69,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("satlens: interrupted")
         return INTERRUPTED
+    finally:
+        _leave_processes()
 
 
 def _run(verb: str, arguments: list[str]) -> int:
@@ -96,6 +99,13 @@ def _run(verb: str, arguments: list[str]) -> int:
         if path is not None:
             print(path)
     return OK
+
+
+def _leave_processes() -> None:
+    """End the process group of a launch, if this command joined one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _first_line(module: str) -> str:

@@ -1,6 +1,10 @@
 """The verbs end to end on a tiny trained-from-nothing pair: files, tables against slow sums, figures, report."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +34,13 @@ def call(place, capsys, *argv):
     out = capsys.readouterr()
     assert code == 0, out.err
     return [open_run(line) for line in out.out.split() if "/runs/" in line]
+
+
+def free_port():
+    """A port nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def model_and_ids(place):
@@ -189,6 +200,32 @@ def test_suite_measures_everything_once_and_writes_the_page(place, capsys):
     mine = runs[1].tables["ablation"]
     mine = mine[mine["scope"] == "layer"].reset_index(drop=True)
     pd.testing.assert_frame_equal(mine, alone.tables["ablation"], check_exact=False, atol=1e-7)
+
+
+def test_two_processes_equal_one(place, capsys):
+    runs = place.folder / "shared"
+    asked = [str(place.SATFormer), "--text", str(place.text), "--runs", str(runs), "--batch-size", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    for verb, table, column in (("gates", "gate_heatmap", "mean"), ("ablate", "ablation", "delta_nll")):
+        module = ["--master-port", environment["MASTER_PORT"], "-m", "satlens.cli", verb]
+        done = subprocess.run(
+            [*command, *module, *asked], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        (line,) = [line for line in done.stdout.split() if "/shared/" in line]
+        (alone,) = call(place, capsys, verb, place.SATFormer)
+        np.testing.assert_allclose(
+            open_run(line).tables[table][column], alone.tables[table][column], atol=1e-6
+        )
 
 
 def test_same_seed_gives_the_same_bytes(place, capsys):

@@ -132,7 +132,7 @@ def test_an_unknown_choice_lists_the_choices(tmp_path: Path) -> None:
 
 
 def test_unknown_fields_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown fields learning_rate; known: .*accumulation"):
+    with pytest.raises(UserError, match=r"unknown fields learning_rate; known: .*accumulation"):
         read_recipe(write(tmp_path, learning_rate=0.1))
 
 

@@ -59,6 +59,26 @@ def heldout(data: Path, out: Path) -> dict[str, object]:
     }
 
 
+def heldout_perplexity() -> dict[str, dict[str, float]]:
+    """Perplexity of both models on all shipped held-out text, with intervals, as `satlens lens` measures it."""
+    from satlens.accumulators import NllByDocument
+    from satlens.bootstrap import document_weights, perplexity_interval
+    from satlens.reading import Reading, measure, open_subject, open_text
+    from satlens.stream import Condition
+
+    reading, out = Reading(tokens=0), {}
+    for name, folder in MODELS.items():
+        subject = open_subject(name, reading)
+        corpus = open_text(subject, reading)
+        clean = Condition(name="clean", accumulators=(NllByDocument(corpus.n_documents),))
+        measure(subject, corpus, [clean], reading, name)
+        sums = clean.accumulators[0]
+        weights = document_weights(corpus.n_documents)
+        value = perplexity_interval(sums.nll.numpy(), sums.count.numpy(), weights)
+        out[folder] = {**value._asdict(), "predictions": int(sums.count.sum())}
+    return out
+
+
 def main() -> None:
     """Copy the two models and write the sheet."""
     parser = argparse.ArgumentParser(
@@ -78,6 +98,9 @@ def main() -> None:
             "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
             **json.loads((target / "satlens.json").read_text()),
         }
+    perplexities = heldout_perplexity()
+    for folder, value in perplexities.items():
+        sheet["models"][folder]["heldout_perplexity"] = value
     sources = json.loads((work / "corpus" / "sources.json").read_text())
     sheet["data"] = json.loads((work / "data" / "data.json").read_text())
     sheet["sources"] = sources

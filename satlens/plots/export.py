@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 
 from satlens.log import say
+from satlens.run import open_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 _RANDOM_ID = re.compile(r'id="(?:topdefs|defs|legenddefs)-([0-9a-f]{6})"')
@@ -37,6 +38,19 @@ def export(
     for suffix in formats:
         written += images(drawn, out, suffix)
     return written
+
+
+def export_runs(runs: Sequence[Path], out: Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
+    """Export every figure of finished runs, named ``verb-figure`` (``run-figure`` for a second run of a verb).
+
+    Raises UserError for a directory that is no finished run.
+    """
+    named: dict[str, Any] = {}
+    for run in map(open_run, runs):
+        taken = sum(name.startswith(f"{run.manifest.verb}-") for name in named)
+        prefix = run.manifest.verb if not taken else run.path.name
+        named.update({f"{prefix}-{name}": run.figures[name] for name in run.figures})
+    return export(named, out, formats)
 
 
 def images(figures: Mapping[str, go.Figure], out: Path, suffix: str = "svg") -> list[Path]:

@@ -1,6 +1,7 @@
 """Train one model by a recipe: one CPU, one GPU, DDP or FSDP through accelerate; resumes to the same bytes."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
 
-from satlens.errors import SatlensError
+from satlens.errors import SatlensError, UserError
 from satlens.log import say
 from satlens.training.inputs import WindowOrder, fitting_windows, new_model, read_manifest
 from satlens.training.journal import Journal, progress_bar
@@ -48,8 +49,7 @@ def train(recipe: Recipe) -> Path:
         UserError: unknown architecture, data that do not fit, or a state of another recipe.
         SatlensError: the loss stopped being a number (the step is named), or a state could not be written.
     """
-    # Precision is ours (see _autocast): a forward wrapped by accelerate would break the compiled graph.
-    accelerator = Accelerator(mixed_precision="no")
+    accelerator = _accelerator()
     world, is_main = accelerator.num_processes, accelerator.is_main_process
     manifest = read_manifest(recipe.data)
     windows = fitting_windows(recipe, manifest, world)
@@ -81,6 +81,22 @@ def train(recipe: Recipe) -> Path:
     final = run.to_the_end()
     accelerator.end_training()
     return final
+
+
+def _accelerator() -> Accelerator:
+    """Accelerate as its launcher set it up. Precision stays ours (see ``_Run._autocast``): a forward wrapped by
+    accelerate would break the compiled graph. Without a GPU, processes talk through gloo.
+
+    Raises:
+        UserError: FSDP of the first kind, or processes that were started together but do not know each other.
+    """
+    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:  # each would train alone, into the same folder
+        raise UserError(f"{started} processes were started, but accelerate joins none: set ACCELERATE_USE_CPU=true")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UserError("this loop shards by FSDP2: add --fsdp_version 2 to accelerate launch")
+    return accelerator
 
 
 def new_optimizer(recipe: Recipe, objective: torch.nn.Module) -> torch.optim.Optimizer:

@@ -21,7 +21,8 @@ from satlens.errors import SatlensError
 from satlens.reading import Reading, Subject, data_facts, open_subject, open_text
 from satlens.run import start_run
 
-ROUNDING = 1e-4  # nats per document; float32 kernels sum in another order for another number of rows
+# nats or logits; kernels sum in another order for another number of rows
+ROUNDING = {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,12 @@ def batches_do_not_matter(subject: Subject, corpus: Any) -> list[Finding]:
     other = _nll_by_document(subject, corpus, scrambled())
     detail = "largest difference of a document's NLL, nats"
     return [
-        Finding(check="batch size does not matter", found=_gap(few, many), allowed=ROUNDING, detail=detail),
+        Finding(
+            check="batch size does not matter",
+            found=_gap(few, many),
+            allowed=_rounding(subject),
+            detail=detail,
+        ),
         Finding(check="padding content does not matter", found=_gap(many, other), allowed=0, detail=detail),
     ]
 
@@ -190,26 +196,25 @@ def lens_ends_at_the_model(subject: Subject, corpus: Any) -> list[Finding]:
         plain = F.cross_entropy(logits[batch.scored].double(), batch.targets(), reduction="none")
     gap = float((lens.double() - plain).abs().max())
     detail = "largest difference of one prediction's NLL from the model's own logits in float64, nats"
-    return [Finding(check="the last layer's lens is the model", found=gap, allowed=1e-4, detail=detail)]
+    return [
+        Finding(
+            check="the last layer's lens is the model", found=gap, allowed=_rounding(subject), detail=detail
+        )
+    ]
 
 
 def shut_gates_make_a_transformer(subject: Subject, corpus: Any) -> list[Finding]:
     """With every gate at zero the model equals its own weights run as a plain Transformer."""
     import torch
 
+    from satlens.checkpoint import load_model
     from satlens.hf import MODELS
     from satlens.stream import hooked
 
     sites = subject.sites
     if sites.architecture != "SATFormer" or sites.gate_kind is None:
         return []
-    from satlens import reference
-    from satlens.checkpoint import load_model
-
-    path = reference.resolve(subject.name) if subject.name in reference.MODELS else None
-    if path is None:
-        return []  # the bridge has renamed the weights in memory; only a shipped folder is known here
-    original = load_model(path)
+    original = load_model(subject.path)  # the bridge has renamed the weights of the model in memory
     plain_class = MODELS["transformer"]
     shared = {
         k: v
@@ -219,14 +224,19 @@ def shut_gates_make_a_transformer(subject: Subject, corpus: Any) -> list[Finding
     twin = plain_class(plain_class.config_class(**{**shared, "model_type": "transformer"})).eval()
     twin.load_state_dict({k: v for k, v in original.state_dict().items() if "value_residual" not in k})
     ids = _ids(subject, corpus)
+    twin.to(ids.device)
     shut = [
         (sites.name("gate", n), lambda tensor, hook=None: torch.zeros_like(tensor))
         for n in sites.layers("gate")
     ]
     with torch.no_grad(), hooked(subject.bridge, shut):
-        gap = float((_logits(subject, ids) - twin(ids).logits).abs().max())
+        gap = float((_logits(subject, ids).float() - twin(ids).logits).abs().max())
     detail = "largest logit difference"
-    return [Finding(check="zero gates equal a plain Transformer", found=gap, allowed=1e-4, detail=detail)]
+    return [
+        Finding(
+            check="zero gates equal a plain Transformer", found=gap, allowed=_rounding(subject), detail=detail
+        )
+    ]
 
 
 def nothing_is_left_behind(subject: Subject, corpus: Any) -> list[Finding]:
@@ -269,6 +279,10 @@ def _nll_by_document(subject: Subject, corpus: Any, batches: Any) -> Any:
     clean = Condition(name="clean", accumulators=(NllByDocument(corpus.n_documents),))
     stream(subject.bridge, subject.sites, batches, [clean])
     return clean.accumulators[0].nll
+
+
+def _rounding(subject: Subject) -> float:
+    return ROUNDING[subject.facts["precision"]]
 
 
 def _gap(a: Any, b: Any) -> float:

@@ -1,6 +1,5 @@
 """How much faster is one shared pass than one full forward for every ablated layer, and is the answer the same?"""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,14 +45,12 @@ def targets(batch: Batch) -> Tensor:
 
 
 def full_nll(logits: Tensor, wanted: Tensor) -> float:
-    """Mean NLL over the scored positions from a whole window's logits."""
+    """Mean NLL over the scored positions from a whole window's logits, averaged in float64."""
     nll = F.cross_entropy(logits.flatten(0, 1), wanted, ignore_index=SCORED_NOT, reduction="none")
     return float(nll.double().sum() / (wanted != SCORED_NOT).sum())
 
 
-def plain_loop(
-    model: Any, sites: Any, batch: Batch, nll: Callable[[Tensor, Tensor], float] = full_nll
-) -> dict[str, float]:
+def plain_loop(model: Any, sites: Any, batch: Batch) -> dict[str, float]:
     """One forward of the model for each condition, the gate replaced by a forward hook."""
     found, wanted = {}, targets(batch)
     for name, edit in suite(sites):
@@ -61,34 +58,31 @@ def plain_loop(
         if edit is not None:
             gate = model.model.layers[edit.layer].attn.value_residual_mixing.gate
             handle = gate.register_forward_hook(lambda module, inputs, out, edit=edit: edit.apply(out, batch))
-        found[name] = nll(model(batch.input_ids).logits, wanted)
+        found[name] = full_nll(model(batch.input_ids).logits, wanted)
         if handle is not None:
             handle.remove()
     return found
 
 
 def hook_loop(bridge: Any, sites: Any, batch: Batch) -> dict[str, float]:
-    """The same by ``run_with_hooks`` of transformer-lens."""
-    found, wanted = {}, targets(batch)
+    """The same by ``run_with_hooks`` of transformer-lens and its own loss."""
+    found = {}
     for name, edit in suite(sites):
         hooks = []
         if edit is not None:
             hooks = [(sites.name("gate", edit.layer), lambda alpha, hook, edit=edit: edit.apply(alpha, batch))]
-        found[name] = full_nll(bridge.run_with_hooks(batch.input_ids, fwd_hooks=hooks), wanted)
+        nll = bridge.run_with_hooks(
+            batch.input_ids, return_type="loss", loss_per_token=True, fwd_hooks=hooks
+        )
+        found[name] = float(nll.double().mean())
     return found
-
-
-def exact_nll(logits: Tensor, wanted: Tensor) -> float:
-    """As ``full_nll``, with softmax and mean in float64."""
-    nll = F.cross_entropy(logits.flatten(0, 1).double(), wanted, ignore_index=SCORED_NOT, reduction="none")
-    return float(nll.sum() / (wanted != SCORED_NOT).sum())
 
 
 @torch.no_grad()
 def measure(rounds: int) -> list[Row]:
     """Speed over both loops, and the largest difference of any condition's NLL change."""
     plain, (bridge, sites), batch = build(), build_bridge(), text()
-    ours, truth = shared_pass(bridge, sites, batch), plain_loop(plain, sites, batch, exact_nll)
+    ours, truth = shared_pass(bridge, sites, batch), plain_loop(plain, sites, batch)
     effects = {name: truth[name] - truth["clean"] for name in truth if name != "clean"}
     error = max(abs(ours[name] - ours["clean"] - effect) for name, effect in effects.items())
     smallest = min(map(abs, effects.values()))

@@ -1,5 +1,6 @@
 """How surprised is the model: next-token NLL of chosen positions, without ever holding a window's logits."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -7,8 +8,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-CHUNK_LOGITS = 1 << 22
-"""Logits held at once (float32: 16 MiB, what the cache of a core can nearly keep)."""
+CHUNK_LOGITS = 1 << 21
+"""Logits held at once (float32: 8 MiB; fewer cost time, more only memory)."""
+LOG2_E = math.log2(math.e)
+"""Logits are taken in bits inside: powers of 2 cost a quarter of powers of e."""
 
 
 def chunked_nll(
@@ -24,18 +27,18 @@ def chunked_nll(
     """
     n, d_vocab = len(hidden), unembed.shape[0]
     rows = max(1, min(chunk_logits // d_vocab, max(n, 1)))
-    hidden, product = hidden.detach().float(), _product(unembed.detach().float(), rows)
+    hidden, product = hidden.detach().float() * LOG2_E, _product(unembed.detach().float(), rows)
     nll = torch.empty(n, dtype=torch.float32, device=hidden.device)
     for start in range(0, n, rows):
         stop = min(start + rows, n)
         logits = product(hidden[start:stop])
         wanted = logits.gather(1, targets[start:stop, None]).squeeze(1)
-        total = logits.exp_().sum(dim=1)
-        log_total = total.log()
+        total = logits.exp2_().sum(dim=1)
+        log_total = total.log2()
         if not bool(((total > 1e-20) & torch.isfinite(log_total)).all()):
-            log_total = product(hidden[start:stop]).logsumexp(dim=1)
+            log_total = (product(hidden[start:stop]) / LOG2_E).logsumexp(dim=1) * LOG2_E
         nll[start:stop] = log_total - wanted
-    return nll
+    return nll / LOG2_E
 
 
 def _product(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:

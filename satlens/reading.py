@@ -48,6 +48,7 @@ class Subject:
     """An opened model and what came with it."""
 
     name: str
+    path: Path
     bridge: Any
     sites: Any
     tokenizer: Any
@@ -98,6 +99,7 @@ def open_subject(model: str, reading: Reading) -> Subject:
     used = {"layout_used": {**vars(layout), "window": window}, "precision": reading.dtype}
     return Subject(
         name=name,
+        path=path,
         bridge=bridge,
         sites=sites,
         tokenizer=tokenizer,

@@ -26,7 +26,8 @@ from satlens.training.data import DataConfig, build_data
 from satlens.training.inputs import WindowOrder
 from satlens.training.loop import train
 from satlens.training.recipe import Recipe
-from satlens.training.state import drop_unfinished, latest_state, save_state
+from satlens.training.save import save_model
+from satlens.training.state import drop_unfinished, latest_state, load_state, save_state
 
 MODEL = {
     "hidden_size": 32,
@@ -371,17 +372,37 @@ def test_a_damaged_state_is_refused_with_advice(data: Path, tmp_path: Path) -> N
         train(recipe(data, out))
 
 
-def test_only_the_same_tensor_is_written_once(tmp_path: Path) -> None:
-    module = nn.Module()
-    whole = torch.arange(12.0).reshape(4, 3)
-    for name, tensor in {"all": whole, "tied": whole, "head": whole[:2], "turned": whole.T}.items():
-        setattr(module, name, nn.Parameter(tensor))
-    module.none, module.nothing = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, 3))
-    optimizer = torch.optim.AdamW(module.parameters())
-    save_state(tmp_path, module, optimizer, {"step": 1}, True)
+@pytest.mark.parametrize("kind", ["tied", "copy", "slice", "other"])
+def test_a_head_is_written_once_and_comes_back_whatever_its_memory(kind: str, tmp_path: Path) -> None:
+    def build(start: float) -> nn.Module:
+        table = start + torch.arange(12.0).reshape(4, 3)
+        heads = {"tied": table, "copy": table.clone(), "slice": table[:2], "other": table + 1}
+        module = nn.ModuleDict(
+            {"model": nn.ModuleDict({"embeddings": nn.Embedding(4, 3)}), "lm_head": nn.Linear(3, 4)}
+        )
+        module["model"]["embeddings"].weight = nn.Parameter(table)
+        head = module["model"]["embeddings"].weight if kind == "tied" else nn.Parameter(heads[kind])
+        module["lm_head"].weight, module["lm_head"].bias = head, nn.Parameter(torch.empty(0))
+        return module
+
+    module, fresh = build(0.0), build(5.0)
+    save_state(tmp_path, module, torch.optim.AdamW(module.parameters()), {"step": 1, "recipe": {}}, True)
     written = load_file(tmp_path / "state-00000001" / "weights.safetensors")
-    assert set(written) == {"all", "head", "turned", "none", "nothing"}
-    assert torch.equal(written["head"], whole[:2]) and torch.equal(written["turned"], whole.T)
+    assert ("lm_head.weight" in written) == (kind in ("slice", "other"))
+    assert (
+        load_state(tmp_path / "state-00000001", fresh, torch.optim.AdamW(fresh.parameters()), {})["step"] == 1
+    )
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor)
+
+
+def test_a_tied_head_that_was_trained_apart_is_not_left_out(tmp_path: Path, make_model: Any) -> None:
+    model = make_model()
+    torn = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torn["lm_head.weight"] += 1
+    with pytest.raises(SatlensError, match="trained apart"):
+        save_model(model, torn, tmp_path / "final")
+    assert not (tmp_path / "final").exists()
 
 
 # --- what comes out, and what is refused ---

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from satlens.errors import SatlensError, UserError
 from satlens.log import say
@@ -33,6 +34,10 @@ class Objective(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.net = model
+
+    def tie_weights(self) -> None:
+        """Accelerate calls this when FSDP has moved the parameters, which tears a tied head off."""
+        self.net.tie_weights()
 
     def forward(self, ids: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         hidden = self.net.model(
@@ -93,7 +98,9 @@ def _accelerator() -> Accelerator:
     accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != accelerator.num_processes:  # each would train alone, into the same folder
-        raise UserError(f"{started} processes were started, but accelerate joins none: set ACCELERATE_USE_CPU=true")
+        raise UserError(
+            f"{started} processes were started, but accelerate joins none: set ACCELERATE_USE_CPU=true"
+        )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError("this loop shards by FSDP2: add --fsdp_version 2 to accelerate launch")
     return accelerator
@@ -174,7 +181,7 @@ class _Run:
                 loss = self.loss_of(self._batch(step, micro), self.rotary)
                 self.accelerator.backward(loss / parts)
             total += loss.detach() / parts
-        norm = float(self.accelerator.clip_grad_norm_(self.objective.parameters(), recipe.grad_clip))
+        norm = self._clip()
         value = float(self.accelerator.reduce(total, "mean"))
         if not (math.isfinite(value) and math.isfinite(norm)):  # a bad gradient would spoil the weights next
             raise SatlensError(
@@ -185,6 +192,11 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         tokens = (step + 1) * recipe.tokens_per_step(self.world)
         return {"step": step + 1, "tokens": tokens, "loss": value, "lr": rate, "grad_norm": norm}
+
+    def _clip(self) -> float:
+        """Scale the gradients down to the largest norm allowed; returns the norm they had over all processes."""
+        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.recipe.grad_clip)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _autocast(self) -> Any:
         kind, wanted = self.accelerator.device.type, self.recipe.precision == "bf16"

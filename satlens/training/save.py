@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from satlens.errors import SatlensError
 from satlens.training.data import write_json
 from satlens.training.recipe import Recipe
 
@@ -18,8 +20,17 @@ def save_model(
     model: Any, weights: dict[str, Tensor], folder: Path, tokenizer: Path | None = None, facts: Any = None
 ) -> None:
     """Config, generation config and safetensors without the tied head; at the end of a run also the tokenizer
-    files and ``satlens.json``. The folder gets its name when all of it is written."""
+    files and ``satlens.json``. The folder gets its name when all of it is written.
+
+    Raises:
+        SatlensError: a head that should be tied is not the embedding, so it cannot be left out.
+    """
     if model.config.tie_word_embeddings:
+        head = weights.get("lm_head.weight")
+        if head is not None and not torch.equal(head, weights["model.embeddings.weight"]):
+            raise SatlensError(
+                "the tied head and the embedding were trained apart: this way of sharding unties them"
+            )
         weights = {k: v for k, v in weights.items() if k != "lm_head.weight"}
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from satlens.errors import SatlensError, UserError
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embeddings.weight"
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -75,11 +76,10 @@ def save_state(folder: Path, model: Any, optimizer: Any, progress: dict[str, Any
 def _write(part: Path, weights: dict[str, Tensor], moments: dict[str, Any], progress: dict[str, Any]) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    save_file(_unshared(weights), part / "weights.safetensors")
     flat = {f"{p}/{k}": torch.as_tensor(v) for p, slots in moments["state"].items() for k, v in slots.items()}
-    save_file(
-        {name: tensor.clone().contiguous() for name, tensor in flat.items()}, part / "moments.safetensors"
-    )
+    for name, tensors in (("weights", _without_tied(weights)), ("moments", flat)):
+        owned = {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}
+        save_file(owned, part / f"{name}.safetensors")
     save_file({"torch": torch.get_rng_state()}, part / "rng.safetensors")
     groups = [{k: v for k, v in g.items() if _plain(v)} for g in moments["param_groups"]]
     (part / "progress.json").write_text(json.dumps({**progress, "param_groups": groups}, indent=1))
@@ -115,29 +115,24 @@ def load_state(path: Path, model: Any, optimizer: Any, recipe: dict[str, Any]) -
     return progress
 
 
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One name per tensor: a tied head is the embedding, and is written once.
+def _without_tied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All weights but a head that equals the embedding: ``_with_tied`` gives it back, whether it was tied or not.
 
-    The same tensor means the same memory seen the same way; a slice that starts where its whole does is another,
-    and so are empty tensors, which all live at address 0.
+    Values decide, not addresses: a gathered copy of a tied head (FSDP) has memory of its own.
     """
-    seen: set[Any] = set()
-    kept = {}
-    for name, tensor in tensors.items():
-        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and view in seen:
-            continue
-        seen.add(view)
-        kept[name] = tensor.detach().clone().contiguous()
-    return kept
+    return {
+        name: tensor
+        for name, tensor in weights.items()
+        if not name.endswith(HEAD) or not torch.equal(tensor, weights[name.replace(HEAD, EMBEDDING)])
+    }
 
 
 def _with_tied(weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Give a tied head its name back."""
+    """Give a head that was left out its name back."""
     own = get_model_state_dict(model, options=StateDictOptions())
     for name in own:
-        if name not in weights and name.endswith("lm_head.weight"):
-            weights[name] = weights[name.replace("lm_head.weight", "model.embeddings.weight")]
+        if name not in weights and name.endswith(HEAD):
+            weights[name] = weights[name.replace(HEAD, EMBEDDING)]
     return weights
 
 

@@ -9,7 +9,6 @@ Examples:
     satlens ablate path/to/final --kinds zero --scopes layer head --until-width 0.01
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,17 @@ import tyro
 
 from satlens.errors import UserError
 from satlens.log import say
-from satlens.reading import Reading, Subject, data_facts, measure, open_subject, open_text, process_place
-from satlens.run import Run, measured, start_run
+from satlens.reading import (
+    Reading,
+    Subject,
+    begin_run,
+    data_facts,
+    measure,
+    open_subject,
+    open_text,
+    process_place,
+)
+from satlens.run import Run, measured
 
 Kind = Literal["zero", "mean", "head-mean", "resample"]
 Scope = Literal["layer", "head", "upward", "downward"]
@@ -74,11 +82,11 @@ def run(config: Config) -> Path | None:
     clean = Condition(name="clean", accumulators=(NllByDocument(scored.n_documents),))
     planned = plan(config, subject, scored, known)
     stop = _narrow_enough(config, clean, planned) if config.until_width else None
+    out = begin_run("ablate", config, config.reading)
     conditions = [clean, *(p.condition for p in planned)]
     measure(subject, scored, conditions, config.reading, "ablations", stop)
-    if process_place()[0]:
+    if out is None:
         return None
-    out = start_run(config.reading.runs, "ablate", config, sys.argv[1:])
     return finish(out, subject, (calibration, scored), clean.accumulators[0], planned, known, config.reading)
 
 

@@ -58,9 +58,9 @@ def run(config: Config) -> Path:
     """
     subject = open_subject(config.model, config.reading)
     corpus = open_text(subject, config.reading)
+    out = start_run(config.reading.runs, "doctor", config, sys.argv[1:])
     findings = [finding for check in CHECKS for finding in check(subject, corpus)]
     table = pd.DataFrame([{**vars(f), "passed": f.passed} for f in findings])
-    out = start_run(config.reading.runs, "doctor", config, sys.argv[1:])
     out.table("checks", table)
     failed = [f for f in findings if not f.passed]
     summary = {"model": subject.name, "n_checks": len(findings), "n_failed": len(failed)}

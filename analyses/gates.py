@@ -8,7 +8,6 @@ Examples:
     satlens gates path/to/final --text corpus.jsonl --tokens 1000000 --device cuda
 """
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +17,8 @@ import pandas as pd
 import tyro
 
 from satlens.errors import UserError
-from satlens.reading import Reading, Subject, data_facts, measure, open_subject, open_text, process_place
-from satlens.run import Run, measured, start_run
+from satlens.reading import Reading, Subject, begin_run, data_facts, measure, open_subject, open_text
+from satlens.run import Run, measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +38,10 @@ def run(config: Config) -> Path | None:
     subject = open_subject(config.model, config.reading)
     corpus = open_text(subject, config.reading)
     clean = Condition(name="clean", accumulators=(accumulator(subject, corpus),))
+    out = begin_run("gates", config, config.reading)
     measure(subject, corpus, [clean], config.reading, "gates")
-    if process_place()[0]:
+    if out is None:
         return None
-    out = start_run(config.reading.runs, "gates", config, sys.argv[1:])
     return finish(out, subject, corpus, clean.accumulators[0], config.reading)
 
 

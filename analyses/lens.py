@@ -8,7 +8,6 @@ Examples:
     satlens lens path/to/final --tokens 500000
 """
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,14 +19,14 @@ import tyro
 from satlens.reading import (
     Reading,
     Subject,
+    begin_run,
     data_facts,
     measure,
     open_subject,
     open_text,
-    process_place,
     require_same_text,
 )
-from satlens.run import Run, measured, start_run
+from satlens.run import Run, measured
 
 RULE = "first layer from which the model's NLL is below the baseline's at every later layer"
 
@@ -53,14 +52,14 @@ def run(config: Config) -> Path | None:
         subjects.append(open_subject(config.baseline, config.reading))
         require_same_text(*subjects)
     corpus = open_text(subjects[0], config.reading)
+    out = begin_run("lens", config, config.reading)
     lenses = []
     for subject in subjects:
         clean = Condition(name="clean", accumulators=(accumulator(subject, corpus),))
         measure(subject, corpus, [clean], config.reading, f"lens {subject.name}")
         lenses.append(clean.accumulators[0])
-    if process_place()[0]:
+    if out is None:
         return None
-    out = start_run(config.reading.runs, "lens", config, sys.argv[1:])
     return finish(out, subjects, corpus, lenses, config.reading)
 
 

@@ -9,7 +9,6 @@ Examples:
 """
 
 import dataclasses
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +18,8 @@ import tyro
 from analyses import ablate, doctor, gates, lens
 from satlens.log import say
 from satlens.plots.export import export_runs
-from satlens.reading import Reading, Subject, measure, open_subject, process_place, require_same_text
+from satlens.reading import Reading, Subject, begin_run, measure, open_subject, require_same_text
 from satlens.report import assemble
-from satlens.run import start_run
 
 TWIN = {"reference-satformer": "reference-transformer"}
 
@@ -54,24 +52,27 @@ def run(config: Config) -> list[Path] | None:
     ablation = ablate.Config(model=config.model, scopes=config.scopes, reading=config.reading)
     known = ablate.calibrate(subject, calibration, config.reading) if gated else None
     planned = ablate.plan(ablation, subject, scored, known) if gated else []
+    settings: dict[str, Any] = {
+        "gates": gates.Config(model=config.model, reading=config.reading),
+        "ablate": ablation,
+        "lens": lens.Config(model=config.model, baseline=baseline_name, reading=config.reading),
+    }
+    verbs = ("gates", "ablate", "lens") if gated else ("lens",)
+    begun = {verb: begin_run(verb, settings[verb], config.reading) for verb in verbs}
     kept = _measure(subject, scored, [p.condition for p in planned], gated, config.reading)
-    lenses = [kept["lens"]]
+    subjects, lenses = [subject], [kept["lens"]]
     if baseline is not None:
+        subjects.append(baseline)
         lenses.append(_measure(baseline, scored, [], False, config.reading)["lens"])
-    if process_place()[0]:
+    out = {verb: run for verb, run in begun.items() if run is not None}
+    if not out:
         return None
-    runs, root = [], config.reading.runs
+    runs = []
     if gated:
-        out = start_run(root, "gates", gates.Config(model=config.model, reading=config.reading), sys.argv[1:])
-        runs.append(gates.finish(out, subject, scored, kept["gates"], config.reading))
-        out = start_run(root, "ablate", ablation, sys.argv[1:])
-        corpora = (calibration, scored)
-        runs.append(ablate.finish(out, subject, corpora, kept["nll"], planned, known, config.reading))
-    subjects = [subject] if baseline is None else [subject, baseline]
-    settings = lens.Config(model=config.model, baseline=baseline_name, reading=config.reading)
-    runs.append(
-        lens.finish(start_run(root, "lens", settings, sys.argv[1:]), subjects, scored, lenses, config.reading)
-    )
+        runs.append(gates.finish(out["gates"], subject, scored, kept["gates"], config.reading))
+        clean = (calibration, scored), kept["nll"], planned, known
+        runs.append(ablate.finish(out["ablate"], subject, *clean, config.reading))
+    runs.append(lens.finish(out["lens"], subjects, scored, lenses, config.reading))
     small = dataclasses.replace(config.reading, tokens=2000)
     runs.append(doctor.run(doctor.Config(model=config.model, reading=small)))
     page = assemble(runs, config.out)

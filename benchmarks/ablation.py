@@ -22,7 +22,10 @@ def suite(sites: Any) -> list[tuple[str, Edit | None]]:
     known = Calibration(mean=torch.full(shape, 0.7, dtype=torch.float64), sample=torch.zeros(*shape, 1))
     made: list[tuple[str, Edit | None]] = [("clean", None)]
     for layer in sites.layers("gate"):
-        made += [(f"zero {layer}", zero(layer, None, known, 0)), (f"mean {layer}", mean(layer, None, known, 0))]
+        made += [
+            (f"zero {layer}", zero(layer, None, known, 0)),
+            (f"mean {layer}", mean(layer, None, known, 0)),
+        ]
     return made
 
 
@@ -70,10 +73,10 @@ def hook_loop(bridge: Any, sites: Any, batch: Batch) -> dict[str, float]:
     for name, edit in suite(sites):
         hooks = []
         if edit is not None:
-            hooks = [(sites.name("gate", edit.layer), lambda alpha, hook, edit=edit: edit.apply(alpha, batch))]
-        nll = bridge.run_with_hooks(
-            batch.input_ids, return_type="loss", loss_per_token=True, fwd_hooks=hooks
-        )
+            hooks = [
+                (sites.name("gate", edit.layer), lambda alpha, hook, edit=edit: edit.apply(alpha, batch))
+            ]
+        nll = bridge.run_with_hooks(batch.input_ids, return_type="loss", loss_per_token=True, fwd_hooks=hooks)
         found[name] = float(nll.double().mean())
     return found
 

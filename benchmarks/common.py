@@ -53,9 +53,17 @@ class Row:
     def cells(self) -> list[str]:
         """The row of the table."""
         spread = "" if self.spread is None else f" ({self.spread[0]:.2f} to {self.spread[1]:.2f})"
-        ratio = f"{self.ratio:.3g}{spread}"
+        target = f"{self.sense} {self.target:g} {self.unit}".rstrip()
         verdict = "met" if self.met else "**not met**"
-        return [self.what, self.ours, self.other, ratio, f"{self.sense} {self.target:g} {self.unit}", str(self.rounds), verdict]
+        return [
+            self.what,
+            self.ours,
+            self.other,
+            f"{self.ratio:.3g}{spread}",
+            target,
+            str(self.rounds),
+            verdict,
+        ]
 
 
 HEADINGS = ["what", "ours", "the other", "ratio", "target", "rounds", "met?"]
@@ -67,7 +75,8 @@ def table(rows: list[Row]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
     )
 
 
@@ -110,7 +119,9 @@ def interleave(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     return seconds
 
 
-def compare(what: str, seconds: dict[str, list[float]], over: str, under: str, sense: Any, target: float) -> Row:
+def compare(
+    what: str, seconds: dict[str, list[float]], over: str, under: str, sense: Any, target: float
+) -> Row:
     """``over`` divided by ``under``, as the median of the ratios of each round; "ours" is one of the two."""
     ratios = [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
     other = over if under == "ours" else under

@@ -1,6 +1,7 @@
 """What every measurement reads: a model behind a bridge, its tokenizer, and text laid out the way it was trained."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from satlens import reference
 from satlens.errors import UserError
 from satlens.log import progress, say
+from satlens.run import Run, start_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,18 @@ def open_text(subject: Subject, reading: Reading) -> Any:
     if corpus.n_empty:
         say(f"note: {corpus.n_empty} empty documents left out")
     return corpus.first_tokens(reading.tokens) if reading.tokens else corpus
+
+
+def begin_run(verb: str, config: Any, reading: Reading) -> Run | None:
+    """The run that this command will write, started before the measuring so that its times are true.
+
+    None in the helper processes of a launch: only the first writes.
+    """
+    if process_place()[0]:
+        return None
+    run = start_run(reading.runs, verb, config, sys.argv[1:])
+    run.log("started")
+    return run
 
 
 def data_facts(subject: Subject, corpus: Any, reading: Reading) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from analyses.gates import variation_across_heads
 from analyses.lens import first_lasting_lead
 from satlens.checkpoint import load_model, load_tokenizer
 from satlens.cli import main
+from satlens.errors import UserError
 from satlens.run import open_run, verify
 from tests.tiny import documents, plain_nll, write_pair, write_texts
 
@@ -244,6 +245,34 @@ def test_manifest_says_how_text_was_laid_out_and_what_came_first(place, capsys):
     longest = max(tokenizer(documents(), add_special_tokens=False)["input_ids"], key=len)
     assert len(data["first_ids"]) == 16 and data["first_ids"][0] in longest
     assert str(place.folder) not in run.path.joinpath("manifest.json").read_text()
+
+
+def test_a_single_document_gets_numbers_without_intervals(place, capsys, tmp_path):
+    text = write_texts(tmp_path, 1)
+    code = main(["gates", str(place.SATFormer), "--text", str(text), "--runs", str(tmp_path / "runs")])
+    run = open_run(capsys.readouterr().out.strip())
+    heat = run.tables["gate_heatmap"]
+    assert code == 0 and heat["mean"].notna().all() and heat["low"].isna().all()
+
+
+def test_rows_longer_than_the_training_context_work_and_are_pointed_out(place, capsys, tmp_path):
+    asked = ["--text", str(place.text), "--runs", str(tmp_path / "runs"), "--window", "48"]
+    code = main(["lens", str(place.SATFormer), *asked])
+    out = capsys.readouterr()
+    assert code == 0 and "rows of 48 tokens are longer than the 32" in out.err
+    assert open_run(out.out.strip()).manifest.data["window"] == 48
+
+
+def test_what_is_not_finished_is_no_run(place, capsys, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr("analyses.gates.finish", fail)
+    with pytest.raises(RuntimeError, match="power cut"):
+        main(["gates", str(place.SATFormer), "--text", str(place.text), "--runs", str(tmp_path)])
+    (left,) = tmp_path.iterdir()
+    with pytest.raises(UserError, match="not finished"):
+        open_run(left)
 
 
 def test_variation_across_heads_is_the_population_one():

@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from tiny import documents, write_texts
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import satlens.training.data as data_module
 from satlens.cli import main
@@ -213,18 +214,23 @@ def test_ids_that_need_it_are_written_in_four_bytes(d_vocab: int, dtype: str) ->
     assert id_dtype(d_vocab) == np.dtype(dtype)
 
 
-def test_a_large_vocabulary_builds_and_opens_as_uint32(tokenizer_folder: Path, tmp_path: Path) -> None:
-    wide = AutoTokenizer.from_pretrained(tokenizer_folder)
-    wide.add_tokens([f"token{i}word" for i in range(2**16)])
+def test_a_large_vocabulary_builds_and_opens_as_uint32(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0, "</s>": 1, **{f"word{i}": i for i in range(2, 2**16 + 5)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wide = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
     wide.save_pretrained(tmp_path / "wide")
-    (tmp_path / "text.txt").write_text("the gate token65535word opens")
-    out = build_data(
-        DataConfig(sources=(str(tmp_path / "text.txt"),), out=tmp_path / "data", tokenizer=tmp_path / "wide")
+    (tmp_path / "text.txt").write_text("word7 word65540 word65536")
+    config = DataConfig(
+        sources=(str(tmp_path / "text.txt"),),
+        out=tmp_path / "data",
+        tokenizer=tmp_path / "wide",
+        val_fraction=0.0,
     )
-    ids = np.fromfile(out / "train.bin", dtype="<u4")
+    out = build_data(config)
     assert json.loads((out / "data.json").read_text())["dtype"] == "uint32"
-    assert len(wide) - 1 in ids and ids[-1] == 2
-    assert open_corpus(out / "train.bin", wide).document(0).tolist() == ids[:-1].tolist()
+    assert np.fromfile(out / "train.bin", dtype="<u4").tolist() == [7, 65540, 65536, 1]
+    assert open_corpus(out / "train.bin", wide).document(0).tolist() == [7, 65540, 65536]
 
 
 # --- token files of others ---

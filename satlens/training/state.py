@@ -39,8 +39,7 @@ def drop_unfinished(folder: Path) -> None:
 
 def full_weights(model: Any) -> dict[str, Tensor]:
     """All weights on the CPU, unwrapped names. Collective: under FSDP every process calls it, the first gets all."""
-    weights: dict[str, Tensor] = get_model_state_dict(model, options=_FULL)
-    return weights
+    return dict[str, Any](get_model_state_dict(model, options=_FULL))
 
 
 def save_state(folder: Path, model: Any, optimizer: Any, progress: dict[str, Any], is_main: bool) -> None:
@@ -105,7 +104,7 @@ def load_state(path: Path, model: Any, optimizer: Any, recipe: dict[str, Any]) -
     ]:
         raise UserError(f"{path} belongs to another recipe ({'; '.join(differences)}); use another --out")
     set_model_state_dict(model, _with_tied(weights, model), options=_FULL)
-    state: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, Any] = {}
     for key, value in moments.items():
         parameter, slot = key.rsplit("/", 1)
         state.setdefault(parameter, {})[slot] = value
@@ -127,7 +126,7 @@ def _without_tied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _with_tied(weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+def _with_tied(weights: dict[str, Any], model: Any) -> dict[str, Any]:
     """Give a head that was left out its name back."""
     own = get_model_state_dict(model, options=StateDictOptions())
     for name in own:

@@ -2,7 +2,7 @@
 
 Examples:
     satlens train satlens/training/presets/reference-satformer.toml
-    accelerate launch --num_processes 8 -m satlens.cli train recipe.toml --out runs/mine
+    accelerate launch --multi_gpu --num_processes 8 -m satlens.cli train recipe.toml --out runs/mine
 """
 
 from dataclasses import dataclass

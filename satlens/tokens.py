@@ -154,7 +154,9 @@ def _from_bin(file: Path, tokenizer: Any, eos: int | None) -> Corpus:
         raise UserError(
             f"{file} has an odd number of bytes: it is truncated or no uint{32 if wide else 16} file"
         )
-    ids = np.fromfile(file, dtype="<u4" if wide else "<u2")
+    if not file.stat().st_size:
+        raise UserError(f"{file} holds no tokens")
+    ids = np.memmap(file, dtype="<u4" if wide else "<u2", mode="r")
     if len(ids) and int(ids.max()) >= len(tokenizer):
         raise UserError(
             f"{file} holds id {ids.max()}, but the tokenizer has {len(tokenizer)}: made with another?"
@@ -163,6 +165,8 @@ def _from_bin(file: Path, tokenizer: Any, eos: int | None) -> Corpus:
         table = pd.read_parquet(index)
         starts, sizes = table["start"].to_numpy(), table["n_tokens"].to_numpy()
         names = tuple(table["source"])
+        if len(table) and int((starts + sizes).max()) > len(ids):
+            raise UserError(f"{index.name} points beyond the end of {file}: they belong to different builds")
     else:
         ends = np.flatnonzero(ids == eos) + 1
         ends = np.append(ends, len(ids)) if not len(ends) or ends[-1] < len(ids) else ends
@@ -174,7 +178,7 @@ def _from_bin(file: Path, tokenizer: Any, eos: int | None) -> Corpus:
     if not len(keep):
         raise UserError(f"{file} holds no tokens")
     return Corpus(
-        ids=ids.astype(np.int64),
+        ids=ids,
         starts=starts[keep],
         lengths=sizes[keep],
         names=tuple(names[i] for i in keep),
@@ -197,29 +201,43 @@ def split_calibration(corpus: Corpus, every: int = 5) -> tuple[Corpus, Corpus]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """Every row of a layout, as cheap numpy views: ids, document and kind of each token."""
+    """Where every row of a layout lies, without its tokens: a corpus may be far larger than memory."""
 
-    ids: list[np.ndarray]
-    doc: list[np.ndarray]
-    text: list[np.ndarray]
-    scorable: list[np.ndarray]
+    corpus: Corpus
+    layout: Layout
+    bos: int | None
+    eos: int | None
+    ends: Int[np.ndarray, " doc"]
+    """Tokens of all documents up to and including this one, with their separators."""
+    start: Int[np.ndarray, " row"]
+    """First token of each row, counted over all documents with their separators."""
+    length: Int[np.ndarray, " row"]
 
+    def tokens(self, row: int) -> tuple[np.ndarray, ...]:
+        """``(ids, doc, text, scorable)`` of one row's tokens."""
+        low, high = self.start[row], self.start[row] + self.length[row]
+        first, last = np.searchsorted(self.ends, [low, high - 1], side="right")
+        parts = []
+        for doc in range(first, last + 1):
+            ids, text, scorable = self._document(doc)
+            begin = self.ends[doc] - len(ids)
+            cut = slice(max(low - begin, 0), high - begin)
+            parts.append((ids[cut], np.full(len(ids[cut]), doc), text[cut], scorable[cut]))
+        return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
-def _sequence(
-    corpus: Corpus, index: int, layout: Layout, bos: int | None, eos: int | None
-) -> tuple[np.ndarray, ...]:
-    """Ids of one document with its separators, and for each token: is it text, does it count as a target."""
-    body = corpus.document(index).astype(np.int64)
-    has_bos = bos is not None and body[0] == bos
-    head = [bos] if layout.bos and not has_bos else []
-    tail = [eos] if layout.eos else []
-    ids = np.concatenate([head, body, tail]).astype(np.int64)
-    text = np.ones(len(ids), dtype=bool)
-    text[: len(head) + has_bos] = False
-    text[len(ids) - len(tail) :] = False
-    scorable = text.copy()
-    scorable[len(ids) - len(tail) :] = layout.score_eos
-    return ids, text, scorable
+    def _document(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """One document with its separators, and for each token: is it text, does it count as a target."""
+        body = self.corpus.document(index).astype(np.int64)
+        has_bos = self.bos is not None and body[0] == self.bos
+        head = [self.bos] if self.layout.bos and not has_bos else []
+        tail = [self.eos] if self.layout.eos else []
+        ids = np.concatenate([head, body, tail]).astype(np.int64)
+        text = np.ones(len(ids), dtype=bool)
+        text[: len(head) + has_bos] = False
+        text[len(ids) - len(tail) :] = False
+        scorable = text.copy()
+        scorable[len(ids) - len(tail) :] = self.layout.score_eos
+        return ids, text, scorable
 
 
 def _rows(corpus: Corpus, layout: Layout, window: int, bos: int | None, eos: int | None) -> _Rows:
@@ -227,16 +245,24 @@ def _rows(corpus: Corpus, layout: Layout, window: int, bos: int | None, eos: int
         raise UserError("the layout wants BOS, but the tokenizer has none")
     if layout.eos and eos is None:
         raise UserError("the layout wants EOS, but the tokenizer has none")
-    parts = [_sequence(corpus, i, layout, bos, eos) for i in range(corpus.n_documents)]
-    docs = [np.full(len(part[0]), i) for i, part in enumerate(parts)]
-    columns = [[part[0] for part in parts], docs, [part[1] for part in parts], [part[2] for part in parts]]
+    lengths = _separated_lengths(corpus, layout, bos)
+    ends = lengths.cumsum()
     if layout.kind == "stream":
-        columns = [[np.concatenate(column)] for column in columns]
-    cut = [
-        [piece[i : i + window] for piece in column for i in range(0, len(piece), window)]
-        for column in columns
-    ]
-    return _Rows(ids=cut[0], doc=cut[1], text=cut[2], scorable=cut[3])
+        start = np.arange(0, ends[-1], window)
+        length = np.minimum(window, ends[-1] - start)
+    else:
+        per_doc = -(-lengths // window)
+        doc = np.repeat(np.arange(len(lengths)), per_doc)
+        within = np.arange(len(doc)) - np.repeat(per_doc.cumsum() - per_doc, per_doc)
+        start = (ends - lengths)[doc] + within * window
+        length = np.minimum(window, ends[doc] - start)
+    return _Rows(corpus=corpus, layout=layout, bos=bos, eos=eos, ends=ends, start=start, length=length)
+
+
+def _separated_lengths(corpus: Corpus, layout: Layout, bos: int | None) -> Int[np.ndarray, " doc"]:
+    """Tokens of each document once its separators are added."""
+    adds_bos = layout.bos & (np.asarray(corpus.ids[corpus.starts]) != (-1 if bos is None else bos))
+    return corpus.lengths + adds_bos + int(layout.eos)
 
 
 def batches(
@@ -260,29 +286,27 @@ def batches(
     if window < 2:
         raise UserError(f"a window of {window} tokens scores nothing; use at least 2")
     rows = _rows(corpus, layout, window, bos, eos)
-    order = np.argsort([-len(ids) for ids in rows.ids], kind="stable")[rank::world]
+    order = np.argsort(-rows.length, kind="stable")[rank::world]
     for start in range(0, len(order), batch_size):
         yield _batch(rows, order[start : start + batch_size])
 
 
 def _batch(rows: _Rows, order: np.ndarray) -> Batch:
-    width = max(max(len(rows.ids[i]) for i in order), 2)
-    shape = (len(order), width)
+    shape = (len(order), max(int(rows.length[order].max()), 2))
     ids, doc = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
     real, text, scored = (np.zeros(shape, dtype=bool) for _ in range(3))
-    for line, i in enumerate(order):
-        n = len(rows.ids[i])
-        ids[line, :n], doc[line, :n], real[line, :n] = rows.ids[i], rows.doc[i], True
-        text[line, :n] = rows.text[i]
-        scored[line, : n - 1] = rows.scorable[i][1:]
+    for line, row in enumerate(order):
+        n = int(rows.length[row])
+        ids[line, :n], doc[line, :n], text[line, :n], scorable = rows.tokens(row)
+        real[line, :n] = True
+        scored[line, : n - 1] = scorable[1:]
     tensors = {"input_ids": ids, "doc": doc, "real": real, "text": text, "scored": scored, "row": order}
     return Batch(**{name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in tensors.items()})
 
 
-def count_rows(corpus: Corpus, layout: Layout, window: int) -> int:
+def count_rows(corpus: Corpus, layout: Layout, window: int, bos: int | None = None) -> int:
     """Rows that ``batches`` will make, for progress bars."""
-    extra = int(layout.bos) + int(layout.eos)
-    lengths = corpus.lengths + extra
+    lengths = _separated_lengths(corpus, layout, bos)
     if layout.kind == "stream":
         return -(-int(lengths.sum()) // window)
     return int((-(-lengths // window)).sum())

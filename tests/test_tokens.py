@@ -1,6 +1,7 @@
 """Every token lands in one row, every countable prediction is counted once, and for the right document."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -153,6 +154,9 @@ def test_a_truncated_token_file_and_a_foreign_one_are_refused(tmp_path):
     (tmp_path / "big.bin").write_bytes(np.array([5, 999], dtype="<u2").tobytes())
     with pytest.raises(UserError, match="holds id 999"):
         open_corpus(tmp_path / "big.bin", FakeTokenizer())
+    (tmp_path / "empty.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="holds no tokens"):
+        open_corpus(tmp_path / "empty.bin", FakeTokenizer())
     with pytest.raises(UserError, match="no token file"):
         open_corpus(tmp_path / "none.bin", FakeTokenizer())
 
@@ -166,3 +170,22 @@ def test_padding_is_none_when_nothing_is_padded():
     batch = next(batches(corpus_from_documents([[5, 6, 7, 8]]), Layout(eos=False), 4, 1))
     assert batch.padding is None
     assert torch.equal(batch.targets(), torch.tensor([6, 7, 8]))
+
+
+@pytest.mark.parametrize("kind", ["stream", "document"])
+@pytest.mark.parametrize("window", [2, 3, 7, 100])
+def test_rows_equal_cutting_the_written_out_text(kind, window):
+    layout = Layout(kind=kind, bos=True)
+    written = [[BOS, *doc, EOS] for doc in DOCS]
+    if kind == "stream":
+        written = [[token for doc in written for token in doc]]
+    expected = [doc[i : i + window] for doc in written for i in range(0, len(doc), window)]
+    assert [ids for ids, _ in rows(layout, window)] == expected
+
+
+def test_an_index_of_another_build_is_refused(tmp_path):
+    (tmp_path / "val.bin").write_bytes(np.array([10, 11, EOS], dtype="<u2").tobytes())
+    index = pd.DataFrame({"start": [0, 3], "n_tokens": [3, 5], "source": ["a", "b"]})
+    index.to_parquet(tmp_path / "val.docs.parquet")
+    with pytest.raises(UserError, match="points beyond the end"):
+        open_corpus(tmp_path / "val.bin", FakeTokenizer())

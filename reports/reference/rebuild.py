@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from satlens.reference import FOLDER
+
 HERE = Path(__file__).parent
 PRESETS = HERE.parents[1] / "satlens" / "training" / "presets"
 PAIR = ("satformer", "transformer")
@@ -21,17 +23,12 @@ def steps(work: Path) -> list[list[list[str]]]:
     if not (work / "corpus" / "sources.json").exists():
         todo.append([[*python, str(HERE / "corpus.py"), "--out", str(work / "corpus")]])
     if not (work / "data" / "data.json").exists():
-        build = [
-            "--sources",
-            str(work / "corpus" / "text"),
-            "--out",
-            str(work / "data"),
-            "--vocab-size",
-            "8192",
-        ]
-        todo.append(
-            [[*satlens, "data", "build", *build, "--val-fraction", "0.04", "--tokenizer-chars", "30000000"]]
-        )
+        # the shipped tokenizer, so that the same ids come out: its rarest letters were drawn by lot when it was made
+        shipped = FOLDER / "satformer"
+        has_one = (shipped / "tokenizer.json").exists()
+        tokenizer = ["--tokenizer", str(shipped)] if has_one else ["--vocab-size", "8192"]
+        places = ["--sources", str(work / "corpus" / "text"), "--out", str(work / "data")]
+        todo.append([[*satlens, "data", "build", *places, *tokenizer, "--val-fraction", "0.04"]])
     training = []
     for name in PAIR:
         if not (work / name / "final" / "satlens.json").exists():

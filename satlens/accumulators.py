@@ -150,12 +150,13 @@ class GateStatistics:
 
     def _count_bins(self, at: int, alpha: Tensor) -> None:
         n_bins, heads = self.histogram.shape[-1], alpha.shape[1]
-        is_zero = alpha == 0
-        self.exact_zero[at] += is_zero.sum(0).double()
+        zeros = (alpha == 0).sum(0).double()
         place = (torch.bucketize(alpha, self.edges, right=True) - 1).clamp_(0, n_bins - 1)
-        flat = place + torch.arange(heads) * n_bins
-        counts = torch.bincount(flat[~is_zero], minlength=heads * n_bins)
-        self.histogram[at] += counts.view(heads, n_bins).double()
+        flat = (place + torch.arange(heads) * n_bins).flatten()
+        counts = torch.bincount(flat, minlength=heads * n_bins).view(heads, n_bins).double()
+        counts[:, int(torch.searchsorted(self.edges, 0.0, right=True)) - 1] -= zeros
+        self.exact_zero[at] += zeros
+        self.histogram[at] += counts
 
     def merge(self, other: "GateStatistics") -> None:
         """Add another process's sums."""

@@ -210,9 +210,10 @@ def hooked(bridge: Any, hooks: list[tuple[str, Callable[..., Any]]]) -> Iterator
         SatlensError: a name the bridge does not have (it would never fire).
     """
     added = []
+    points = bridge.hook_dict if hooks else {}  # made anew at every look
     try:
         for name, function in hooks:
-            point = bridge.hook_dict.get(name)
+            point = points.get(name)
             if point is None:
                 raise SatlensError(f"the bridge has no hook point {name}")
             before = list(point.fwd_hooks)

@@ -32,7 +32,7 @@ class Config:
     """A checkpoint folder, or reference-satformer."""
     baseline: str | None = None
     """A model to compare with on the same tokens; the reference SATFormer brings its twin."""
-    scopes: tuple[ablate.Scope, ...] = ("layer", "head", "upward", "downward")
+    scopes: tuple[ablate.Scope, ...] = ("layer", "upward", "downward")
     """Which ablations to run (see `satlens ablate --help`)."""
     out: Path = Path("reports/demo")
     """Folder for the page."""

@@ -29,7 +29,8 @@ def chunked_nll(
     rows = max(1, min(chunk_logits // d_vocab, max(n, 1)))
     hidden, product = hidden.detach().float() * LOG2_E, _product(unembed.detach().float(), rows)
     parts = [
-        _bits(product, hidden[start : start + rows], targets[start : start + rows]) for start in range(0, n, rows)
+        _bits(product, hidden[start : start + rows], targets[start : start + rows])
+        for start in range(0, n, rows)
     ]
     return torch.cat(parts or [hidden.new_empty(0)]) / LOG2_E
 

@@ -99,7 +99,7 @@ def _clean_pass(
 ) -> tuple[dict[int, State], Tensor | None]:
     """States at the layers where edited passes begin, and the clean NLL if any condition wants it."""
     starts = {_start(c) for c in edited}
-    readers = [(a, None) for c in clean for a in c.accumulators]
+    readers: list[tuple[Accumulator, int | None]] = [(a, None) for c in clean for a in c.accumulators]
     # what an edited pass would read before its first edit is what the clean pass reads there
     readers += [(a, _start(c)) for c in edited for a in c.accumulators]
     states: dict[int, State] = {}
@@ -129,7 +129,7 @@ def _edited_pass(
     condition.changed = False
     later = any(edit.layer > start for edit in condition.edits)
     only_nll = all(set(a.reads) <= {NLL} for a in condition.accumulators)
-    readers = [(a, None) for a in condition.accumulators]
+    readers: list[tuple[Accumulator, int | None]] = [(a, None) for a in condition.accumulators]
     nll = None
     with _editing(bridge, sites, batch, condition), _reading(bridge, sites, batch, readers, first=start):
         state = states[start]

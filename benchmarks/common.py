@@ -59,7 +59,7 @@ class Row:
             self.what,
             self.ours,
             self.other,
-            f"{self.ratio:.3g}{spread}",
+            f"{self.ratio:.4g}{spread}",
             target,
             str(self.rounds),
             verdict,

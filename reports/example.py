@@ -26,25 +26,39 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000, help="text tokens for layers, gates and lens")
     parser.add_argument("--head-tokens", type=int, default=40_000, help="text tokens for single heads")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "example")
-    given = parser.parse_args()
-    reading = Reading(tokens=given.tokens, runs=given.runs)
-    scopes: tuple[ablate.Scope, ...] = ("layer", "upward", "downward")
-    made = suite.run(suite.Config(scopes=scopes, reading=reading, out=given.runs / "page"))
-    heads = ablate.run(
-        ablate.Config(
-            kinds=("zero",), scopes=("head",), reading=Reading(tokens=given.head_tokens, runs=given.runs)
-        )
+    parser.add_argument(
+        "--reuse", action="store_true", help="write from the newest runs there, measure nothing"
     )
-    assert made is not None and heads is not None
-    runs = [*made[:-1], heads]
-    assemble(runs, OUT, static=True, title="satlens: the reference pair")
-    opened = {run.manifest.verb: run for run in map(open_run, made[:-1])}
-    block = measured(opened, open_run(heads))
+    given = parser.parse_args()
+    if not given.reuse:
+        measure(given.tokens, given.head_tokens, given.runs)
+    runs = newest(given.runs)
+    assemble([run.path for run in runs.values()], OUT, static=True, title="satlens: the reference pair")
+    block = measured(runs, runs["heads"])
     (OUT / "numbers.md").write_text(block, encoding="utf-8")
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     readme.write_text(f"{before}{BEGIN}\n\n{block}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def measure(tokens: int, head_tokens: int, runs: Path) -> None:
+    """Everything but single heads on ``tokens``; single heads, which are many, on ``head_tokens``."""
+    scopes: tuple[ablate.Scope, ...] = ("layer", "upward", "downward")
+    suite.run(suite.Config(scopes=scopes, reading=Reading(tokens=tokens, runs=runs), out=runs / "page"))
+    reading = Reading(tokens=head_tokens, runs=runs)
+    ablate.run(ablate.Config(kinds=("zero",), scopes=("head",), reading=reading))
+
+
+def newest(folder: Path) -> dict[str, FinishedRun]:
+    """The newest finished run of each kind, in reading order; `heads` is the ablation of single heads."""
+    found: dict[str, FinishedRun] = {}
+    for path in sorted(folder.glob("*-*"), key=lambda path: path.name.split("-")[1:3]):
+        if (path / "manifest.json").exists():
+            run = open_run(path)
+            heads = "head" in run.manifest.config.get("scopes", ())
+            found["heads" if heads else run.manifest.verb] = run
+    return {kind: found[kind] for kind in ("gates", "ablate", "heads", "lens", "doctor")}
 
 
 def measured(runs: dict[str, FinishedRun], heads: FinishedRun) -> str:

@@ -128,6 +128,7 @@ class GateStatistics:
         self.doc_square = zeros(n_documents, *size)
         self.token_count, self.doc_count = zeros(sites.d_vocab), zeros(n_documents)
         self.edges = torch.from_numpy(bin_edges(self.kind)).float()
+        self.zero_bin = int((self.edges[1:-1] <= 0).sum())
         self.exact_zero = zeros(*size)
         self.histogram = zeros(*size, len(self.edges) - 1)
 
@@ -151,10 +152,12 @@ class GateStatistics:
     def _count_bins(self, at: int, alpha: Tensor) -> None:
         n_bins, heads = self.histogram.shape[-1], alpha.shape[1]
         zeros = (alpha == 0).sum(0).double()
-        place = (torch.bucketize(alpha, self.edges, right=True) - 1).clamp_(0, n_bins - 1)
+        place = torch.bucketize(
+            alpha, self.edges[1:-1], right=True
+        )  # what lies outside falls into the end bins
         flat = (place + torch.arange(heads) * n_bins).flatten()
         counts = torch.bincount(flat, minlength=heads * n_bins).view(heads, n_bins).double()
-        counts[:, int(torch.searchsorted(self.edges, 0.0, right=True)) - 1] -= zeros
+        counts[:, self.zero_bin] -= zeros
         self.exact_zero[at] += zeros
         self.histogram[at] += counts
 

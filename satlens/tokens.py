@@ -52,8 +52,10 @@ class Corpus:
         return int(self.lengths.sum())
 
     def document(self, index: int) -> Int[np.ndarray, " token"]:
-        """Ids of one document."""
-        return self.ids[self.starts[index] : self.starts[index] + self.lengths[index]]
+        """Ids of one document, as a copy: the corpus may be a read-only file of a narrower type."""
+        return np.array(
+            self.ids[self.starts[index] : self.starts[index] + self.lengths[index]], dtype=np.int64
+        )
 
     def take(self, documents: Int[np.ndarray, " doc"]) -> "Corpus":
         """The corpus of these documents only, in this order."""
@@ -227,7 +229,7 @@ class _Rows:
 
     def _document(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One document with its separators, and for each token: is it text, does it count as a target."""
-        body = self.corpus.document(index).astype(np.int64)
+        body = self.corpus.document(index)
         has_bos = self.bos is not None and body[0] == self.bos
         head = [self.bos] if self.layout.bos and not has_bos else []
         tail = [self.eos] if self.layout.eos else []

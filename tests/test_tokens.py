@@ -145,6 +145,7 @@ def test_official_token_file_without_an_index_splits_at_eos(tmp_path):
     corpus = open_corpus(tmp_path / "val.bin", FakeTokenizer())
     assert [corpus.document(i).tolist() for i in range(corpus.n_documents)] == [[10, 11], [20], [30, 31]]
     assert corpus.n_empty == 1
+    assert corpus.document(0).dtype == np.int64 and corpus.document(0).flags.writeable
 
 
 def test_a_truncated_token_file_and_a_foreign_one_are_refused(tmp_path):

@@ -88,7 +88,7 @@ def heads(tables: Tables, info: Info) -> go.Figure:
         "Each cell zeroes the gate of one KV head in one layer and leaves all others alone. Red: the model "
         "predicts worse without it; blue: better. White is no change. A cross marks cells whose interval "
         "includes 0.",
-        width=max(660, min(1100, 280 + 46 * n_heads)),
+        width=max(800, min(1100, 280 + 46 * n_heads)),
         height=max(440, 230 + 30 * n_layers),
     )
 

@@ -35,7 +35,7 @@ def fig3_heatmap(tables: Tables, info: Info) -> go.Figure:
         "how much of layer 0's values V1 that head adds to its own values. Alpha is unitless: 1 adds V1 "
         "once. Hover over a cell for its interval. Row 0 is grey because layer 0 produces V1 and has no "
         "gate.",
-        width=max(620, min(1100, 260 + 46 * n_heads)),
+        width=max(660, min(1100, 260 + 46 * n_heads)),
         height=max(420, 210 + 30 * n_layers),
     )
 

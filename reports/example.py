@@ -149,7 +149,8 @@ def training_gap() -> str:
     gaps = [losses[1][step] - losses[0][step] for step in (third, last)]
     return (
         f"- On held-out windows of the training mix the Transformer was {gaps[0]:.2f} nats behind after "
-        f"{third:,} steps of {last:,}, and is {gaps[1]:.2f} behind at the end: the gap is still closing."
+        f"{third:,} steps of {last:,}, and is {gaps[1]:.2f} behind at the end: "
+        f"the gap {'is still closing' if gaps[1] < gaps[0] else 'is not closing'}."
     )
 
 

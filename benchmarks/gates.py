@@ -35,4 +35,4 @@ def measure(rounds: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    command(measure, rounds=15)
+    command(measure, rounds=41)

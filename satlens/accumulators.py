@@ -4,6 +4,7 @@
 per batch for each (role, layer) and for "nll" with layer -1, as soon as the tensor exists: nothing is held.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ NLL = "nll"
 N_BINS = 48
 SMALLEST, LARGEST = 1e-3, 1e2
 """Where the logarithmic bins of gate values begin and end; what lies outside falls into the end bins."""
+
+SIGNED = ("tanh", "identity")
+"""Gates whose alpha may be negative."""
 
 
 class Accumulator(Protocol):
@@ -102,7 +106,7 @@ CLOSED_RULE = {
 def bin_edges(kind: str) -> np.ndarray:
     """Edges of the gate histogram: logarithmic from SMALLEST to LARGEST, mirrored where alpha may be negative."""
     positive = np.geomspace(SMALLEST, LARGEST, N_BINS + 1)
-    if kind in ("tanh", "identity"):
+    if kind in SIGNED:
         return np.concatenate([-positive[::-1], positive])
     return np.concatenate([[0.0], positive])
 
@@ -131,35 +135,41 @@ class GateStatistics:
         self.zero_bin = int((self.edges[1:-1] <= 0).sum())
         self.exact_zero = zeros(*size)
         self.histogram = zeros(*size, len(self.edges) - 1)
+        self.waiting: list[Tensor] = []
 
     def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None:
-        """Add alpha ``[batch pos kv_head]`` at the positions that are text."""
-        at = self.gated.index(layer)
-        alpha = tensor[batch.text].detach().float().cpu()
+        """Add alpha ``[batch pos kv_head]`` at the positions that are text.
+
+        The layers of a batch are summed together when the last has come: few large steps cost less than many small.
+        """
+        self.waiting.append(tensor[batch.text].detach().float().cpu())
+        if layer != self.gated[-1]:
+            return
+        alpha = torch.stack(self.waiting, dim=1)
+        self.waiting.clear()
         ids, docs = batch.input_ids[batch.text].cpu(), batch.doc[batch.text].cpu()
         value, shut = alpha.double(), closed(alpha, self.kind).double()
-        self.token_sum[:, at].index_add_(0, ids, value)
-        self.token_closed[:, at].index_add_(0, ids, shut)
-        self.doc_sum[:, at].index_add_(0, docs, value)
-        self.doc_closed[:, at].index_add_(0, docs, shut)
-        self.doc_square[:, at].index_add_(0, docs, value.square())
-        if at == 0:
-            ones = torch.ones_like(ids, dtype=torch.float64)
-            self.token_count.index_add_(0, ids, ones)
-            self.doc_count.index_add_(0, docs, ones)
-        self._count_bins(at, alpha)
+        self.token_sum.index_add_(0, ids, value)
+        self.token_closed.index_add_(0, ids, shut)
+        self.doc_sum.index_add_(0, docs, value)
+        self.doc_closed.index_add_(0, docs, shut)
+        self.doc_square.index_add_(0, docs, value.square_())
+        ones = torch.ones_like(ids, dtype=torch.float64)
+        self.token_count.index_add_(0, ids, ones)
+        self.doc_count.index_add_(0, docs, ones)
+        self._count_bins(alpha)
 
-    def _count_bins(self, at: int, alpha: Tensor) -> None:
-        n_bins, heads = self.histogram.shape[-1], alpha.shape[1]
-        zeros = (alpha == 0).sum(0).double()
-        place = torch.bucketize(
-            alpha, self.edges[1:-1], right=True
-        )  # what lies outside falls into the end bins
-        flat = (place + torch.arange(heads) * n_bins).flatten()
-        counts = torch.bincount(flat, minlength=heads * n_bins).view(heads, n_bins).double()
-        counts[:, self.zero_bin] -= zeros
-        self.exact_zero[at] += zeros
-        self.histogram[at] += counts
+    def _count_bins(self, alpha: Tensor) -> None:
+        """Bins by the logarithm of the magnitude: what a search among the edges gives, to rounding, but faster."""
+        n_bins, signed = self.histogram.shape[-1], self.kind in SIGNED
+        is_zero = alpha == 0
+        self.exact_zero += is_zero.sum(0).double()
+        step = N_BINS / math.log(LARGEST / SMALLEST)
+        place = ((alpha.abs() / SMALLEST).log_() * step).floor_().clamp_(-1, N_BINS - 1).long() + 1
+        place = N_BINS + place * alpha.sign().long() if signed else place
+        cell = torch.arange(alpha[0].numel()).view_as(alpha[0]) * n_bins
+        counts = torch.bincount((place + cell)[~is_zero], minlength=cell.numel() * n_bins)
+        self.histogram += counts.view_as(self.histogram).double()
 
     def merge(self, other: "GateStatistics") -> None:
         """Add another process's sums."""

@@ -47,13 +47,23 @@ def _bits(product: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) 
 
 
 def _product(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
-    """``x @ weight.T`` for at most ``rows`` rows at a time, each result valid until the next.
-
-    On CPU by oneDNN, the one kernel that is fast whoever made the CPU: torch's own choice for float32, MKL, takes
-    more than twice as long on some that are not Intel's.
-    """
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        packed = weight.to_mkldnn()
-        return lambda x: F.linear(x.to_mkldnn(), packed).to_dense()
+    """``x @ weight.T`` for at most ``rows`` rows at a time, each result valid until the next."""
+    if onednn_serves(weight):
+        return lambda x: onednn_linear(x, weight)
     buffer = torch.empty(rows, len(weight), dtype=weight.dtype, device=weight.device)
     return lambda x: torch.mm(x, weight.T, out=buffer[: len(x)])
+
+
+def onednn_serves(weight: Tensor) -> bool:
+    """Whether ``onednn_linear`` can and should be used: float32 on CPU."""
+    return (
+        weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    )
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` by oneDNN, without gradients, still float32.
+
+    torch's own choice for float32 on CPU is MKL, which takes more than twice as long on CPUs that are not Intel's.
+    """
+    return F.linear(x.to_mkldnn(), weight, bias).to_dense()

@@ -312,3 +312,22 @@ def test_the_gate_sample_is_about_as_large_as_asked_and_real(world, draws, least
     values = sample.result(4)
     assert least <= values.shape[-1] <= most
     assert not values[0].any() and values[1:].any()
+
+
+@pytest.mark.parametrize("kind", ["relu", "identity"])
+def test_the_histogram_equals_a_search_among_its_edges(kind):
+    model = tiny_model(value_residual_gate=kind)
+    bridge, sites = load_bridge(model)
+    corpus = corpus_from_documents([list(range(3, 40))])
+    stats, sample = GateStatistics(1, sites), GateSample(sites, 37, 10_000, 0)
+    kept = (stats, sample)
+    made = batches(corpus, Layout(eos=False), 16, 2)
+    stream(bridge, sites, made, [Condition(name="clean", accumulators=kept)])
+    alpha = sample.result(4)[1:]  # every position, layer by layer
+    edges = stats.edges
+    for layer in range(3):
+        for head in range(2):
+            values = alpha[layer, head]
+            values = values[values != 0].clamp(edges[0], edges[-1] * 0.999)
+            expected = torch.histogram(values, edges).hist
+            assert torch.equal(stats.histogram[layer, head].float(), expected)

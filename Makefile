@@ -22,7 +22,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/satlens suite --tokens 30000 --out reports/demo
+	$(BIN)/satlens suite --tokens 60000 --out reports/demo
 
 example: setup
 	$(BIN)/python reports/example.py

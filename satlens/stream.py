@@ -237,10 +237,9 @@ def hooked(bridge: Any, hooks: list[tuple[str, Callable[..., Any]]]) -> Iterator
         SatlensError: a name the bridge does not have (it would never fire).
     """
     added = []
-    points = bridge.hook_dict if hooks else {}  # made anew at every look
     try:
         for name, function in hooks:
-            point = points.get(name)
+            point = _hook_point(bridge, name)
             if point is None:
                 raise SatlensError(f"the bridge has no hook point {name}")
             before = list(point.fwd_hooks)
@@ -251,6 +250,14 @@ def hooked(bridge: Any, hooks: list[tuple[str, Callable[..., Any]]]) -> Iterator
         for point, handle in added:
             handle.hook.remove()
             point.fwd_hooks.remove(handle)
+
+
+def _hook_point(bridge: Any, name: str) -> Any:
+    """The point of that name, or None. ``hook_dict`` knows aliases too, but is made anew at every look (1 ms)."""
+    try:
+        return bridge.get_submodule(name)
+    except AttributeError:
+        return bridge.hook_dict.get(name)
 
 
 def _check(condition: Condition, passes: int) -> None:

@@ -132,7 +132,6 @@ class GateStatistics:
         self.doc_square = zeros(n_documents, *size)
         self.token_count, self.doc_count = zeros(sites.d_vocab), zeros(n_documents)
         self.edges = torch.from_numpy(bin_edges(self.kind)).float()
-        self.zero_bin = int((self.edges[1:-1] <= 0).sum())
         self.exact_zero = zeros(*size)
         self.histogram = zeros(*size, len(self.edges) - 1)
         self.waiting: list[Tensor] = []

@@ -1,5 +1,6 @@
 """One pass, many conditions: each equals the slow way of doing it alone."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -331,3 +332,14 @@ def test_the_histogram_equals_a_search_among_its_edges(kind):
             values = values[values != 0].clamp(edges[0], edges[-1] * 0.999)
             expected = torch.histogram(values, edges).hist
             assert torch.equal(stats.histogram[layer, head].float(), expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pass_leaves_the_models_own_linear_maps_behind(world, fails):
+    def on_batch(batch):
+        return 1 / 0 if fails else False
+
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        stream(world.bridge, world.sites, rows(world), [nll_condition(world)], on_batch)
+    replaced = [m for m in world.bridge.original_model.modules() if "forward" in vars(m)]
+    assert not [m for m in replaced if isinstance(m, torch.nn.Linear)]

@@ -41,6 +41,7 @@ format: setup
 
 bench: setup
 	$(BIN)/python benchmarks/run_all.py
+	cp "$$(ls -t runs/bench-*/bench.md | head -1)" reports/benchmarks.md
 
 test-tl4: .venv-tl4/.ready
 	.venv-tl4/bin/python -m pytest tests/test_bridge.py tests/test_sites.py

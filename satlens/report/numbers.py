@@ -20,10 +20,12 @@ def key_numbers(run: FinishedRun) -> str:
     shown as it is.
     """
     rows = []
+    # what a run counted (predictions that were scored, say) before what its text held
+    counted = run.manifest.summary.get("n_tokens", run.manifest.data.get("n_tokens"))
     for name, value in _flat(run.manifest.summary):
         if isinstance(value, Mapping):
             unit = f" {value['unit']}" if value.get("unit") else ""
-            tokens = value.get("n_tokens", run.manifest.data.get("n_tokens"))
+            tokens = value.get("n_tokens", counted)
             shown = number(value["estimate"]) + unit
             ends = _ends(value, run.manifest.data.get("n_documents"))
         else:

@@ -86,6 +86,13 @@ def test_key_numbers_have_interval_unit_and_tokens(tmp_path):
     assert "<td>crossover: layer</td><td>not defined</td>" in text
 
 
+def test_a_number_carries_the_tokens_its_run_counted_before_those_of_its_text(tmp_path):
+    summary = {"n_tokens": 4200, "perplexity": {"estimate": 31.5, "low": 30.0, "high": 33.0}}
+    text = assemble([make(tmp_path, "ablate", summary=summary)], tmp_path / "out").read_text()
+    row = text[text.index("perplexity</t") :]
+    assert "4,200" in row[: row.index("</tr>")]
+
+
 def test_one_document_is_named_as_the_reason_for_a_missing_interval(tmp_path):
     run = make(tmp_path, "gates", summary={"perplexity": Interval(31.5, None, None)}, n_documents=1)
     text = assemble([run], tmp_path / "out").read_text()

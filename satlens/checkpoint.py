@@ -101,13 +101,13 @@ def digest(path_or_model: Any) -> str:
     """
     if isinstance(path_or_model, str | Path):
         folder = _folder(path_or_model)
-        return _digest(canonical(read_tensors(folder), tied=read_config(folder)[0].tie_word_embeddings))
+        return digest_of(canonical(read_tensors(folder), tied=read_config(folder)[0].tie_word_embeddings))
     tensors = path_or_model.state_dict()
     if any("_original_component" in name for name in tensors):
         raise UserError(
             "this model is behind a bridge, which renames weights: take the digest before wrapping"
         )
-    return _digest(canonical(tensors, tied=path_or_model.config.tie_word_embeddings))
+    return digest_of(canonical(tensors, tied=path_or_model.config.tie_word_embeddings))
 
 
 def model_facts(path: str | Path) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def model_facts(path: str | Path) -> dict[str, Any]:
         "d_vocab": config.vocab_size,
         "n_parameters": sum(tensor.numel() for tensor in tensors.values()),
         "dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
-        "digest": _digest(tensors),
+        "digest": digest_of(tensors),
         "gate": getattr(config, "value_residual_gate", None),
         "layout": own.get("layout", dict(OFFICIAL_LAYOUT)),
         "checkpoint": own,
@@ -152,7 +152,8 @@ def canonical(tensors: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]
     return named
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, dtypes, shapes and bytes, in the order of the names."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

@@ -16,6 +16,9 @@ from satlens.errors import SatlensError, UserError
 from satlens.log import say
 
 OTHER_VERBS = {
+    "sae train": "sae.train_command",
+    "sae label": "sae.label_command",
+    "judge calibrate": "sae.calibrate_command",
     "data": "satlens.training.data_command",
     "train": "satlens.training.train_command",
     "report": "satlens.report.command",
@@ -36,11 +39,12 @@ def verbs() -> dict[str, str]:
     return {**found, **OTHER_VERBS}
 
 
-def overview() -> str:
-    """What `satlens --help` prints."""
+def overview(group: str = "") -> str:
+    """What `satlens --help` prints; `group` keeps only the verbs that begin with that word."""
     lines = ["usage: satlens VERB [flags]      satlens VERB --help for flags and examples", ""]
     for verb, module in verbs().items():
-        lines.append(f"  {verb:<10} {_first_line(module)}")
+        if not group or verb.split()[0] == group:
+            lines.append(f"  {verb:<16} {_first_line(module)}")
     lines += [
         "",
         "exit codes: 0 done, 1 failed, 2 your mistake (the message says what to do), 130 interrupted",
@@ -59,8 +63,12 @@ def main(argv: list[str] | None = None) -> int:
 
         print(version("satlens"))
         return OK
+    verb, rest = _split(arguments)
+    if verb in _groups() and rest in (["-h"], ["--help"]):
+        print(overview(verb))
+        return OK
     try:
-        return _run(arguments[0], arguments[1:])
+        return _run(verb, rest)
     except UserError as error:
         say(f"satlens: {error}")
         return MISTAKE
@@ -72,6 +80,17 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
     finally:
         _leave_processes()
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    """The verb, which may be two words, and what follows it."""
+    words = 2 if arguments[0] in _groups() and len(arguments) > 1 and arguments[1][:1] != "-" else 1
+    return " ".join(arguments[:words]), arguments[words:]
+
+
+def _groups() -> set[str]:
+    """First words of the verbs that have two."""
+    return {verb.split()[0] for verb in OTHER_VERBS if " " in verb}
 
 
 def _run(verb: str, arguments: list[str]) -> int:

@@ -69,3 +69,21 @@ def test_an_interrupt_is_130(capsys, monkeypatch):
 
     monkeypatch.setattr("satlens.training.train_command.run", interrupt)
     assert run(capsys, "train", "x.toml")[0] == 130
+
+
+def test_a_verb_may_have_two_words_and_its_first_word_alone_lists_them(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr("satlens.cli._run", lambda verb, rest: seen.append((verb, rest)) or 0)
+    assert run(capsys, "sae", "train", "model", "--k", "8")[0] == 0
+    assert seen == [("sae train", ["model", "--k", "8"])]
+    monkeypatch.undo()
+    monkeypatch.setattr("satlens.cli._first_line", lambda module: module)
+    code, out, _ = run(capsys, "sae", "--help")
+    assert code == 0 and "sae train" in out and "sae label" in out and "gates" not in out
+    for words in (("sae",), ("sae", "--bogus"), ("sae", "cook")):
+        code, out, err = run(capsys, *words)
+        assert (code, out) == (2, "") and "sae train" in err
+
+
+def test_a_mistyped_two_word_verb_is_told_its_neighbour(capsys):
+    assert "did you mean sae label?" in run(capsys, "sae", "lable")[2]

@@ -1,6 +1,6 @@
 """The fixed parts of a report: style sheet, skeleton, the question behind each verb and the glossary."""
 
-ORDER = ("reference", "gates", "ablate", "lens", "doctor")
+ORDER = ("reference", "gates", "ablate", "lens", "sae", "judge", "sae-label", "categories", "flow", "doctor")
 """Sections in reading order; other verbs follow by name."""
 
 QUESTIONS = {
@@ -8,6 +8,11 @@ QUESTIONS = {
     "gates": "Where, how strongly and how selectively do the gates let V1 in?",
     "ablate": "What does the model lose when a gate is replaced?",
     "lens": "From which depth is the next token readable, and where does one model overtake the other?",
+    "sae": "How well does a Top-K dictionary describe V1, and how much of that is memory?",
+    "judge": "What is the judge's word worth: can it tell sets that belong together from shuffled ones?",
+    "sae-label": "Which V1 latents survive the funnel, and what are they?",
+    "categories": "Does the gate let some kinds of V1 features in more than others?",
+    "flow": "Which V1 latents does each head re-read, and what do they do to the logits?",
     "doctor": "Can the measurements on this model be trusted?",
 }
 
@@ -24,10 +29,29 @@ GLOSSARY = [
     ("CV", "coefficient of variation: standard deviation over heads divided by their mean"),
     ("logit lens", "the final norm and unembedding applied to the residual stream of an earlier layer"),
     (
+        "dictionary, latent, feature",
+        "a Top-K sparse autoencoder on V1; one of its directions; a latent that passed the funnel and has a "
+        "label",
+    ),
+    (
+        "FVE",
+        "fraction of variance explained: 1 - sum of squared errors / sum of squared distances from the mean, "
+        "weighted by how often each token occurs (or by type, where it says so)",
+    ),
+    ("L0", "active latents per position"),
+    ("dead latent", "one that is active on no token of the counted text"),
+    ("token type", "one entry of the vocabulary, however often it occurs"),
+    (
+        "MonoScore",
+        "activation-weighted mean cosine similarity between the centred embeddings of a latent's top tokens",
+    ),
+    ("judge", "what scores token sets from 0 to 10 and names their category; worth only its calibration"),
+    ("placebo", "tokens shuffled among latents: a judge that accepts them would accept anything"),
+    (
         "interval [low, high]",
         "95 % percentile bootstrap over documents: where the number would fall with other documents of the "
         "same kind. It says nothing about training the model again. Without two documents there is no "
-        "interval",
+        "interval. Where a caption says so, features or token sets are drawn again instead, or as well",
     ),
 ]
 

@@ -11,7 +11,7 @@ export MALLOC_TOP_PAD_ ?= 67108864
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo example test test-tl4 lint format bench reference clean
+.PHONY: setup demo example test test-tl4 test-vllm lint format bench reference clean
 
 setup: $(VENV)/.ready
 
@@ -51,6 +51,14 @@ test-tl4: .venv-tl4/.ready
 	.venv-tl4/bin/pip install -q $(PIP_ARGS) torch==2.13.0
 	.venv-tl4/bin/pip install -q $(PIP_ARGS) -r tests/requirements-tl4.txt
 	.venv-tl4/bin/pip install -q $(PIP_ARGS) --no-deps -e .
+	touch $@
+
+# a real vLLM server on CPU, in an environment of its own: a few minutes, and not part of the tests above
+test-vllm: setup .venv-vllm/.ready
+	SATLENS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/test_vllm_real.py
+
+.venv-vllm/.ready: tests/vllm_environment.sh
+	PYTHON=$(PYTHON) tests/vllm_environment.sh .venv-vllm $(PIP_ARGS)
 	touch $@
 
 reference: setup

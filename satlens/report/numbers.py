@@ -10,7 +10,7 @@ import pandas as pd
 from satlens.run import FinishedRun, digest, verify
 
 NO_INTERVAL = "no interval: fewer than two documents"
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_DEFUSE = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
 def key_numbers(run: FinishedRun) -> str:
@@ -94,13 +94,19 @@ def tables(run: FinishedRun, inline_rows: int, limit: int) -> str:
 def csv(table: pd.DataFrame) -> str:
     """The table as CSV, safe to open in a spreadsheet: text that would be read as a formula gets a leading '.
 
-    Only text columns are touched, so negative numbers stay numbers.
+    So does text that has one already, so that `undefused` gives back every cell. Only text columns are touched:
+    negative numbers stay numbers. To get back "NA" and empty cells too, read with ``keep_default_na=False``.
     """
     safe = table.copy()
     for column in safe.columns:
         if not pd.api.types.is_numeric_dtype(safe[column]) and not pd.api.types.is_bool_dtype(safe[column]):
             safe[column] = safe[column].map(_defused, na_action="ignore")
     return str(safe.to_csv(index=False, lineterminator="\n"))
+
+
+def undefused(cell: str) -> str:
+    """What a text cell of `csv` was in the table."""
+    return cell[1:] if cell.startswith("'") and cell[1:].startswith(_DEFUSE) else cell
 
 
 def provenance(run: FinishedRun) -> str:
@@ -156,4 +162,4 @@ def _scalar(cell: Any) -> Any:
 
 
 def _defused(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_DEFUSE) else cell

@@ -9,7 +9,8 @@ from satlens.errors import UserError
 from satlens.run import FinishedRun, open_run
 
 VERB = "sae-label"
-ACCEPTED, REJECTED, ERROR = "accepted", "rejected", "error"
+ACCEPTED, REJECTED, ERROR, SKIPPED = "accepted", "rejected", "error", "skipped"
+"""Verdicts: an error is a latent on which the judge gave no usable answer, a skipped one was never asked about."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,26 @@ from typing import Any
 import torch
 from common import BATCH, MALLOC, POS, SHAPE, Row, table
 
-ROUNDS = {"startup": 10, "bridge_overhead": 7, "gates": 41, "lens": 7, "memory": 3, "ablation": 7}
-QUICK = {"startup": 3, "bridge_overhead": 3, "gates": 11, "lens": 2, "memory": 1, "ablation": 2}
+ROUNDS = {
+    "startup": 10,
+    "bridge_overhead": 7,
+    "gates": 41,
+    "lens": 7,
+    "memory": 3,
+    "ablation": 7,
+    "dictionary": 11,
+    "labelling": 1,
+}
+QUICK = {
+    "startup": 3,
+    "bridge_overhead": 3,
+    "gates": 11,
+    "lens": 2,
+    "memory": 1,
+    "ablation": 2,
+    "dictionary": 3,
+    "labelling": 1,
+}
 
 
 def main() -> None:

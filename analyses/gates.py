@@ -1,7 +1,8 @@
 """Where is the gate open: mean alpha, share of shut gates and spread over heads, by layer, head, token and document.
 
 Measures the paper's Fig. 3 (heatmap) and Fig. 8 (profile, sparsity, variation across heads) with 95 % intervals, and
-stores the sums by token id and by document, so that every figure can be made and resampled again without the model.
+stores the sums by token id, by document and by both, so that every figure, and what follows from it, can be made and
+resampled again without the model.
 
 Examples:
     satlens gates reference-satformer
@@ -19,6 +20,13 @@ import tyro
 from satlens.errors import UserError
 from satlens.reading import Reading, Subject, begin_run, data_facts, measure, open_subject, open_text
 from satlens.run import Run, measured
+
+PAIR_UNITS = {
+    "doc": "document number; beyond 500 documents, number % 500 (documents joined into blocks)",
+    "token": "token id",
+    "count": "positions of the document that hold the token",
+    "sum": "alpha summed over these positions and the KV heads, [pair layer]",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +75,7 @@ def finish(out: Run, subject: Subject, corpus: Any, stats: Any, reading: Reading
     arrays = {name: value.numpy() for name, value in vars(stats).items() if hasattr(value, "numpy")}
     layers = stats.gated
     out.tensor("by_token", {k: arrays[k] for k in ("token_sum", "token_closed", "token_count")})
+    out.tensor("by_document_token", stats.pairs.result(), PAIR_UNITS)
     out.table("documents", documents_table(corpus, arrays["doc_count"]))
     out.table("gate_by_document", by_document(arrays, layers))
     weights = document_weights(corpus.n_documents, reading.resamples, reading.seed)

@@ -23,6 +23,8 @@ SMALLEST, LARGEST = 1e-3, 1e2
 
 SIGNED = ("tanh", "identity")
 """Gates whose alpha may be negative."""
+N_BLOCKS = 500
+"""Documents kept apart in sums by document and token; more are joined into as many blocks (document % N_BLOCKS)."""
 
 
 class Accumulator(Protocol):
@@ -111,8 +113,54 @@ def bin_edges(kind: str) -> np.ndarray:
     return np.concatenate([[0.0], positive])
 
 
+class PairSums:
+    """Alpha summed over heads for every (document, token id) that occurs, per layer: sparse, for it is mostly empty.
+
+    What bootstraps a mean over a set of tokens, a category's say, with documents as the unit.
+    """
+
+    SETTLE_AT = 1 << 15
+    """Positions that may wait before they are put together, unless more pairs are there already."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.key = torch.empty(0, dtype=torch.long)
+        self.count = torch.empty(0, dtype=torch.float64)
+        self.total = torch.empty(0, n_layers, dtype=torch.float64)
+        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, docs: Tensor, ids: Tensor, alpha: Tensor) -> None:
+        """Add ``alpha`` ``[text layer]``; pairs are put together once enough wait, which costs little a batch."""
+        key = ids * N_BLOCKS + docs % N_BLOCKS
+        self.waiting.append((key, torch.ones(len(key), dtype=torch.float64), alpha))
+        if sum(len(part[0]) for part in self.waiting) > max(self.SETTLE_AT, len(self.key)):
+            self.settle()
+
+    def settle(self) -> None:
+        """Put what waits together with what is there, in the order of token, then document."""
+        keys, counts, totals = zip((self.key, self.count, self.total), *self.waiting, strict=True)
+        self.waiting.clear()
+        self.key, place = torch.cat(keys).unique(return_inverse=True)
+        self.count = torch.zeros(len(self.key), dtype=torch.float64).index_add_(0, place, torch.cat(counts))
+        self.total = torch.zeros(len(self.key), self.total.shape[1], dtype=torch.float64).index_add_(
+            0, place, torch.cat(totals)
+        )
+
+    def merge(self, other: "PairSums") -> None:
+        """Add another process's sums."""
+        self.waiting += [(other.key, other.count, other.total), *other.waiting]
+        self.settle()
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Coordinates, occurrences and sums as they are stored: ``doc``, ``token``, ``count``, ``sum`` [pair layer]."""
+        self.settle()
+        whole = {"doc": self.key % N_BLOCKS, "token": self.key // N_BLOCKS, "count": self.count}
+        return {**{name: x.int().numpy() for name, x in whole.items()}, "sum": self.total.float().numpy()}
+
+
 class GateStatistics:
-    """Sums of alpha by token id and by document, share of shut gates, and a histogram, per layer and KV head.
+    """Sums of alpha by token id, by document and by both, share of shut gates, and a histogram.
+
+    All per layer and KV head, but for the sums by both, which are over heads.
 
     Enough for every gate figure, and for its bootstrap, without the model (spec part A, Fig. 3 and 8).
     """
@@ -134,6 +182,7 @@ class GateStatistics:
         self.edges = torch.from_numpy(bin_edges(self.kind)).float()
         self.exact_zero = zeros(*size)
         self.histogram = zeros(*size, len(self.edges) - 1)
+        self.pairs = PairSums(len(self.gated))
         self.waiting: list[Tensor] = []
 
     def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None:
@@ -152,6 +201,7 @@ class GateStatistics:
         self.token_closed.index_add_(0, ids, shut)
         self.doc_sum.index_add_(0, docs, value)
         self.doc_closed.index_add_(0, docs, shut)
+        self.pairs.add(docs, ids, value.sum(-1))
         self.doc_square.index_add_(0, docs, value.square_())
         ones = torch.ones_like(ids, dtype=torch.float64)
         self.token_count.index_add_(0, ids, ones)
@@ -172,6 +222,7 @@ class GateStatistics:
 
     def merge(self, other: "GateStatistics") -> None:
         """Add another process's sums."""
+        self.pairs.merge(other.pairs)
         for name, mine in vars(self).items():
             if isinstance(mine, Tensor) and name != "edges":
                 mine += getattr(other, name)

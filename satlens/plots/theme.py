@@ -237,8 +237,10 @@ def side_label(fig: go.Figure, text: str, above: bool) -> None:
     )
 
 
-def log_axis(fig: go.Figure, values: Any, title: str, percent: bool = False, **place: Any) -> None:
-    """A logarithmic y axis whose ticks are whole labels (1, 2, 5, 10 ... or powers of ten)."""
+def log_axis(
+    fig: go.Figure, values: Any, title: str, percent: bool = False, horizontal: bool = False, **place: Any
+) -> None:
+    """A logarithmic y axis (x if ``horizontal``) whose ticks are whole labels (1, 2, 5, 10 ... or powers of ten)."""
     positive = floats(values)
     positive = positive[np.isfinite(positive) & (positive > 0)]
     low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
@@ -248,7 +250,8 @@ def log_axis(fig: go.Figure, values: Any, title: str, percent: bool = False, **p
     words = [f"{100 * value:.10g} %" if percent else f"{value:,.10g}" for value in at]
     pad = 0.06 * max(np.log10(high / low), 0.2)
     ends = [decades[0], 0.1] if percent else [np.log10(low) - pad, np.log10(high) + pad]
-    fig.update_yaxes(type="log", title_text=title, tickvals=at, ticktext=words, range=ends, **place)
+    update = fig.update_xaxes if horizontal else fig.update_yaxes
+    update(type="log", title_text=title, tickvals=at, ticktext=words, range=ends, **place)
 
 
 def ticks(n: int, most: int = 24) -> list[int]:

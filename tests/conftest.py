@@ -11,6 +11,10 @@ from jaxtyping import install_import_hook
 # dataclasses accept any keyword and would lose that.
 for _name in ("hf.layers", "hf.decoder", "hf.satformer", "architectures", "v1"):
     install_import_hook(f"satlens.{_name}", "beartype.beartype")
+for _name in ("gating", "intake", "removal"):
+    install_import_hook(f"analyses.latents.{_name}", "beartype.beartype")
+for _name in ("features", "variance", "baselines", "replacement", "quality"):
+    install_import_hook(f"sae.{_name}", "beartype.beartype")
 torch.set_num_threads(1)
 
 

@@ -148,14 +148,14 @@ def _by_seed(
         enough = min(n for n, _ in sizes[seed]) >= LEAST_FEATURES
         parts.append(_rows({"seed": seed, **head}, sampled, sizes[seed], enough, gates))
     if len(have) > 1:
-        found = {seed: one for seed, one in have.items() if one is not None}
-        counts = np.array([[n for n, _ in sizes[seed]] for seed in found]).reshape(len(found), -1)
-        enough = bool(found) and counts.min() > 1 and counts.sum(0).min() >= LEAST_FEATURES
+        found = [one for one in have.values() if one is not None]
+        counts = np.array([[n for n, _ in sizes[seed]] for seed in have])
+        enough = bool(counts.min() > 1 and counts.sum(0).min() >= LEAST_FEATURES)
         total = [tuple(size) for size in np.sum(list(sizes.values()), axis=0)]
-        mean = average(list(found.values())) if found else None
+        mean = average(found) if found else None
         rows = _rows({"seed": MEAN, **head}, mean, total, enough, gates)
         if len(found) > 1:
-            means = np.array([one.estimate for one in found.values()])
+            means = np.array([one.estimate for one in found])
             rows["seed_low"], rows["seed_high"] = means.min(0), means.max(0)
         parts.append(rows)
     return parts

@@ -1,7 +1,9 @@
-"""Everything about one model on one page: gates, ablations, logit lens and self-checks, in two passes, then the report.
+"""Everything about one model on one page: gates, ablations, logit lens, V1 dictionaries and self-checks, with a report.
 
 One pass over calibration documents finds the constants of the ablations; one pass over the scored documents serves
-gates, lens and every ablation together; a baseline, if any, is read once on the same tokens.
+gates, lens and every ablation together; a baseline, if any, is read once on the same tokens. Then dictionaries of V1
+are trained, for the baseline too, labelled by the rules judge, which is calibrated beside, and followed into the gates
+and heads. Started again, finished dictionaries are kept.
 
 Examples:
     satlens suite
@@ -15,13 +17,29 @@ from typing import Annotated, Any
 
 import tyro
 
-from analyses import ablate, doctor, gates, lens
+from analyses import ablate, categories, doctor, flow, gates, lens
+from sae import calibrate_command, label_command, train_command
+from sae.labels import open_labels
 from satlens.log import say
 from satlens.plots.export import export_runs
-from satlens.reading import Reading, Subject, begin_run, measure, open_subject, require_same_text
+from satlens.reading import (
+    Reading,
+    Subject,
+    begin_run,
+    measure,
+    open_subject,
+    process_place,
+    require_same_text,
+)
 from satlens.report import assemble
 
 TWIN = {"reference-satformer": "reference-transformer"}
+COUNTED = 150_000
+"""Least tokens that dictionaries are weighted by, where the text has them: counting costs nothing."""
+WITHHELD = 0.1
+"""Share of token types that the control never sees; only the model's own dictionaries have one."""
+CHECKED = 10_000
+"""Tokens on which the flow's scores are checked against ablations, each of which is a pass of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +52,14 @@ class Config:
     """A model to compare with on the same tokens; the reference SATFormer brings its twin."""
     scopes: tuple[ablate.Scope, ...] = ("layer", "upward", "downward")
     """Which ablations to run (see `satlens ablate --help`)."""
+    sae_tokens: int = 3_000_000
+    """Tokens that each V1 dictionary draws; 0 leaves out dictionaries, labels, categories and flow."""
+    sae_batch: int = 4096
+    """Tokens drawn for one step of a dictionary."""
+    sae_lr: float = 8e-3
+    """Learning rate of the dictionaries: above the paper's, since they draw a thirtieth of its tokens."""
+    seeds: tuple[int, ...] = (0, 1)
+    """Training seeds of the dictionaries."""
     out: Path = Path("reports/demo")
     """Folder for the page."""
     reading: Annotated[Reading, tyro.conf.arg(name="")] = field(default_factory=Reading)
@@ -73,12 +99,87 @@ def run(config: Config) -> list[Path] | None:
         clean = (calibration, scored), kept["nll"], planned, known
         runs.append(ablate.finish(out["ablate"], subject, *clean, config.reading))
     runs.append(lens.finish(out["lens"], subjects, scored, lenses, config.reading))
+    if config.sae_tokens and process_place()[1] > 1:
+        say(
+            "note: dictionaries are trained by one process: run satlens sae train, label, categories, flow apart"
+        )
+    elif config.sae_tokens:
+        runs += describe_v1(config, baseline_name, runs[0] if gated else None)
     small = dataclasses.replace(config.reading, tokens=2000)
     runs.append(doctor.run(doctor.Config(model=config.model, reading=small)))
     page = assemble(runs, config.out)
     export_runs(runs, config.out / "figures")
     say(f"the report is at {page}")
     return [*runs, page]
+
+
+def describe_v1(config: Config, baseline: str | None, gates_run: Path | None) -> list[Path]:
+    """Dictionaries of the model and its baseline, the rules' labels of them, and where gate and heads let them in.
+
+    Labels are those of the embedded rules, which need no model: what they cannot decide is not labelled.
+    """
+    reading, root = config.reading, config.reading.runs
+    counted = dataclasses.replace(reading, tokens=reading.tokens and max(reading.tokens, COUNTED))
+    runs: list[Path] = []
+    labels: dict[str, list[Path]] = {}
+    folders: dict[str, list[Path]] = {}
+    for name in (config.model, *([baseline] if baseline else [])):
+        runs_of_name = train_command.run(
+            train_command.Config(
+                model=name,
+                sae_tokens=config.sae_tokens,
+                sae_batch=config.sae_batch,
+                lr=config.sae_lr,
+                seeds=config.seeds,
+                out=root / "dictionaries" / f"suite-{Path(name).name}",
+                reading=counted,
+                withhold_types=WITHHELD if name == config.model else 0.0,
+            )
+        )
+        measured, *folders[name] = runs_of_name
+        labels[name] = [
+            label_command.run(
+                label_command.Config(sae=folder, model=name, runs=root, resamples=reading.resamples)
+            )
+            for folder in folders[name]
+        ]
+        runs += [measured, *labels[name]]
+    runs.append(
+        calibrate_command.run(
+            calibrate_command.Config(model=config.model, runs=root, resamples=reading.resamples)
+        )
+    )
+    if gates_run is None:
+        return runs
+    some = {
+        name: [path for path in paths if len(open_labels(path).features)] for name, paths in labels.items()
+    }
+    if some[config.model]:
+        every = tuple(path for paths in some.values() for path in paths)
+        runs.append(
+            categories.run(
+                categories.Config(
+                    model=config.model,
+                    labels=every,
+                    gates=gates_run,
+                    baseline=baseline,
+                    runs=root,
+                    seed=reading.seed,
+                    resamples=reading.resamples,
+                )
+            )
+        )
+    else:
+        say("note: no latent was accepted as a feature, so there is no gating by category to show")
+    first = flow.Config(
+        model=config.model,
+        sae=folders[config.model][0],
+        labels=labels[config.model][0],
+        gates=gates_run,
+        reading=dataclasses.replace(reading, tokens=min(reading.tokens or CHECKED, CHECKED)),
+    )
+    traced = flow.run(first)
+    return runs if traced is None else [*runs, traced]
 
 
 def _measure(

@@ -1,6 +1,7 @@
 """Make reports/example and the measured part of the README: the reference pair, on the shipped held-out text.
 
-Example: python reports/example.py            (about a quarter of an hour on two cores)
+Example: python reports/example.py            (two hours on two cores, most of it the eight dictionaries)
+         python reports/example.py --judge-url http://127.0.0.1:8000/v1      (also asks a model that is served there)
 """
 
 import argparse
@@ -8,6 +9,7 @@ import json
 from pathlib import Path
 
 import pandas as pd
+import v1
 
 from analyses import ablate, suite
 from satlens.reading import Reading
@@ -17,7 +19,11 @@ from satlens.run import FinishedRun, open_run
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "reports" / "example"
-BEGIN, END = "<!-- measured: reports/example.py -->", "<!-- /measured -->"
+BEGIN, BEGIN_V1, END = (
+    "<!-- measured: reports/example.py -->",
+    "<!-- measured: reports/v1.py -->",
+    "<!-- /measured -->",
+)
 
 
 def main() -> None:
@@ -31,31 +37,45 @@ def main() -> None:
     parser.add_argument(
         "--reuse", action="store_true", help="write from the newest runs there, measure nothing"
     )
+    parser.add_argument("--flow-tokens", type=int, default=20_000, help="text tokens for checks of the flow")
+    parser.add_argument(
+        "--judge-url", help="an OpenAI-compatible endpoint whose judge is calibrated and asked too"
+    )
+    parser.add_argument(
+        "--judge-limit", type=int, default=60, help="latents of each dictionary that it is asked about"
+    )
     given = parser.parse_args()
     if not given.reuse:
         measure(given.tokens, given.head_tokens, given.runs)
-    runs = newest(given.runs)
-    assemble([run.path for run in runs.values()], OUT, static=True, title="satlens: the reference pair")
-    block = measured(runs, runs["heads"])
-    (OUT / "numbers.md").write_text(block, encoding="utf-8")
+        v1.describe(given.runs, newest(given.runs)["gates"].path, given.flow_tokens)
+    if given.judge_url:
+        v1.ask(given.runs, given.judge_url, given.judge_limit)
+    runs, of_v1 = newest(given.runs), v1.newest(given.runs)
+    every = [run.path for run in (*runs.values(), *v1.shown(of_v1))]
+    assemble(every, OUT, static=True, title="satlens: the reference pair")
+    blocks = {BEGIN: measured(runs, runs["heads"]), BEGIN_V1: v1.block(of_v1)}
+    (OUT / "numbers.md").write_text("\n".join(blocks.values()), encoding="utf-8")
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n\n{block}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    for begin, block in blocks.items():
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{block}\n{END}{rest.split(END, 1)[1]}"
+    readme.write_text(text, encoding="utf-8")
 
 
 def measure(tokens: int, head_tokens: int, runs: Path) -> None:
     """Everything but single heads on ``tokens``; single heads, which are many, on ``head_tokens``."""
     scopes: tuple[ablate.Scope, ...] = ("layer", "upward", "downward")
-    suite.run(suite.Config(scopes=scopes, reading=Reading(tokens=tokens, runs=runs), out=runs / "page"))
-    reading = Reading(tokens=head_tokens, runs=runs)
-    ablate.run(ablate.Config(kinds=("zero",), scopes=("head",), reading=reading))
+    reading = Reading(tokens=tokens, runs=runs)
+    suite.run(suite.Config(scopes=scopes, sae_tokens=0, reading=reading, out=runs / "page"))
+    fewer = Reading(tokens=head_tokens, runs=runs)
+    ablate.run(ablate.Config(kinds=("zero",), scopes=("head",), reading=fewer))
 
 
 def newest(folder: Path) -> dict[str, FinishedRun]:
     """The newest finished run of each kind, in reading order; `heads` is the ablation of single heads."""
     found: dict[str, FinishedRun] = {}
-    for path in sorted(folder.glob("*-*"), key=lambda path: path.name.split("-")[1:3]):
+    for path in sorted(folder.glob("*-2*"), key=lambda path: path.name.split("-")[-3:-1]):
         if (path / "manifest.json").exists():
             run = open_run(path)
             heads = "head" in run.manifest.config.get("scopes", ())

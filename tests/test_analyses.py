@@ -191,8 +191,11 @@ def test_doctor_finds_a_sound_model_sound(place, capsys, name):
 
 def test_suite_measures_everything_once_and_writes_the_page(place, capsys):
     out = place.folder / "page"
-    runs = call(place, capsys, "suite", place.SATFormer, "--baseline", place.transformer, "--out", out)
-    assert [run.manifest.verb for run in runs] == ["gates", "ablate", "lens", "doctor"]
+    twins = (place.SATFormer, "--baseline", place.transformer)
+    small = ("--sae-tokens", "20000", "--sae-batch", "200", "--seeds", "0")
+    runs = call(place, capsys, "suite", *twins, *small, "--out", out)
+    described = ["sae", "sae-label"] * 2 + ["judge", "flow"]  # an untrained model has no feature to label
+    assert [run.manifest.verb for run in runs] == ["gates", "ablate", "lens", *described, "doctor"]
     page = (out / "index.html").read_text()
     assert "Mean gate value by layer and KV head" in page
     digests = {run.manifest.data["digest"] for run in runs[:3]}

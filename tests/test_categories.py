@@ -306,6 +306,17 @@ def test_several_seeds_give_a_mean_with_their_spread(place, capsys):
         np.testing.assert_allclose(rows["seed_low"], table[["0", "1"]].min(axis=1))
         np.testing.assert_allclose(rows["seed_high"], table[["0", "1"]].max(axis=1))
     assert run.tables["category_gating"].query("seed != 'mean'")["seed_low"].isna().all()
+    known = (
+        run.tables["differences"]
+        .query("difference == 'semantic - structural'")
+        .groupby("seed")["low"]
+        .count()
+    )
+    assert known.to_dict() == {
+        "0": 6,
+        "1": 0,
+        "mean": 6,
+    }  # two structural features of seed 1 alone are too few
 
 
 def test_the_joint_interval_is_wider_than_each_of_its_parts(place, capsys):

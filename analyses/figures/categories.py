@@ -233,6 +233,7 @@ def _bands(info: Info, table: pd.DataFrame) -> str:
     if len(info["seeds"]) > 1:
         return (
             f"Curves are means over {len(info['seeds'])} dictionaries (training seeds), small dashes the single ones; "
+            "sizes are features of one dictionary, "
             "bands resample documents and features."
         )
     return "Bands resample documents and features."

@@ -25,6 +25,8 @@ KINDS = {
 }
 PAPER = 7.0
 """Its threshold of purity."""
+MARKED = 12
+"""Points of a curve up to which each gets a marker; a judge read by probabilities has as many as sets."""
 NO_ANSWER = "no usable answer"
 RULES_CAVEAT = (
     "This judge is the rules themselves: it agrees with rule-decidable sets by construction, and is blind to meaning, "
@@ -54,7 +56,7 @@ def roc(tables: Tables, info: Info) -> go.Figure:
             go.Scatter(
                 x=part["false_positive"],
                 y=part["true_positive"],
-                mode="lines+markers",
+                mode="lines+markers" if len(part) <= MARKED else "lines",
                 name=f"{row.coherent} against {row.placebo}: {area}",
                 line={
                     "color": theme.QUALITATIVE[index % len(theme.QUALITATIVE)],

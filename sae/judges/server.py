@@ -122,6 +122,7 @@ class Server:
                 except Empty:
                     return
                 except BaseException as error:  # raised again where the answers are awaited
+                    stop.set()  # by then the next question must not be on its way
                     done.put(error)
 
         # daemons, unlike a pool's: a job that is interrupted must not wait for a reply that may never come

@@ -26,8 +26,8 @@ CSV_LIMIT_STATIC = 48 * 1024
 def assemble(runs: Sequence[Path], out: Path, static: bool = False, title: str = "satlens report") -> Path:
     """Write `out/index.html` from run directories and return its path; the same runs give the same bytes.
 
-    The page carries plotly.js (about 5 MB) and draws live figures. `static` carries SVG pictures instead, for
-    a page below 1 MB; without a Chromium the live page is written, and a line on stderr says so.
+    The page carries plotly.js (about 5 MB) and draws live figures. `static` carries SVG pictures instead, about
+    100 kB a run; without a Chromium the live page is written, and a line on stderr says so.
     Raises UserError when there is no run, or one of them is not finished.
     """
     opened = _in_order([open_run(path) for path in runs])
@@ -87,7 +87,11 @@ def _contents(run: FinishedRun, number: int) -> str:
 
 def _heading(run: FinishedRun) -> str:
     names = " and ".join(name for name in (_name(run.manifest.model), _name(run.manifest.baseline)) if name)
-    return f"{run.manifest.verb}: {names}" if names else run.manifest.verb
+    summary = run.manifest.summary
+    # several runs of a verb on a page differ in these
+    details = [f"dictionary seed {summary['sae_seed']}"] if summary.get("sae_seed") is not None else []
+    details += [f"judge {summary['judge']}"] if summary.get("judge") else []
+    return ", ".join([f"{run.manifest.verb}: {names}" if names else run.manifest.verb, *details])
 
 
 def _section(run: FinishedRun, number: int, static: bool, pictures: Mapping[str, str]) -> str:

@@ -140,23 +140,11 @@ def finish(
 ) -> Path:
     """Write tables and figures, and make the run whole."""
     from analyses.figures.flow import FIGURES
-    from analyses.latents import traced
-    from analyses.latents.check import check_table, correlations
     from satlens.bootstrap import document_weights
 
-    (clean, checks), reading = check, config.reading
+    reading = config.reading
     weights = document_weights(corpus.n_documents, reading.resamples, reading.seed)
-    tables = {
-        "head_shares": traced.shares_table(flow, by_document, weights),
-        "top_latents": traced.top_latents(flow),
-        "top_heads": traced.top_heads(flow),
-        "strongest_latents": traced.strongest_everywhere(flow),
-    }
-    if checks:
-        count = clean.accumulators[0].count
-        drawn = document_weights(len(count), reading.resamples, reading.seed)
-        tables["flow_check"] = check_table(flow, clean, checks, drawn)
-        tables["flow_correlation"] = correlations(tables["flow_check"], clean, checks, drawn, reading.seed)
+    tables = all_tables(flow, by_document, weights, check, reading)
     for name, table in tables.items():
         out.table(name, table, {column: unit for column, unit in UNITS.items() if column in table})
     info = {
@@ -168,20 +156,48 @@ def finish(
         "n_features": len(flow.labels.features),
         "n_tokens": int(flow.gates.count.sum()),
         "n_documents": int(flow.gates.run.manifest.summary["n_documents"]),
+        "sae": config.sae.name,
+        "sae_digest": flow.dictionary.digest,
+        "sae_seed": flow.dictionary.facts["seed"],
     }
-    if checks:
+    if check[1]:
+        count = check[0].accumulators[0].count
         info |= {"n_tokens_check": int(count.sum()), "n_documents_check": int((count > 0).sum())}
     for name, figure in FIGURES.items():
-        if name not in NEEDS_CHECK or checks:
+        if name not in NEEDS_CHECK or check[1]:
             out.figure(name, figure(tables, info))
-    facts = flow.dictionary.facts
-    dictionary = {"sae": config.sae.name, "sae_digest": flow.dictionary.digest, "sae_seed": facts["seed"]}
     return out.finish(
-        {**info, **dictionary, **headline(flow, by_document, weights, tables)},
+        {**info, **headline(flow, by_document, weights, tables)},
         inputs=[flow.gates.run, flow.labels.run],
         model=subject.facts,
         data=data_facts(subject, corpus, reading),
     )
+
+
+def all_tables(
+    flow: Any,
+    by_document: np.ndarray | None,
+    weights: np.ndarray,
+    check: tuple[Any, list[Any]],
+    reading: Reading,
+) -> dict[str, pd.DataFrame]:
+    """Shares, strongest latents and heads, and what the check measured if there was one."""
+    from analyses.latents import traced
+    from analyses.latents.check import check_table, correlations
+    from satlens.bootstrap import document_weights
+
+    tables = {
+        "head_shares": traced.shares_table(flow, by_document, weights),
+        "top_latents": traced.top_latents(flow),
+        "top_heads": traced.top_heads(flow),
+        "strongest_latents": traced.strongest_everywhere(flow),
+    }
+    clean, checks = check
+    if checks:
+        drawn = document_weights(len(clean.accumulators[0].count), reading.resamples, reading.seed)
+        tables["flow_check"] = check_table(flow, clean, checks, drawn)
+        tables["flow_correlation"] = correlations(tables["flow_check"], clean, checks, drawn, reading.seed)
+    return tables
 
 
 NEEDS_CHECK = ("check",)

@@ -228,6 +228,10 @@ def test_top_heads_are_those_with_the_largest_scores(world):
     assert table["part_of_latent"].tolist() == pytest.approx((scores[order] / scores.sum()).tolist())
 
 
+def test_spaces_are_seen_and_long_runs_counted():
+    assert traced.visible(" a b") == "␣a␣b" and traced.visible(" " * 23 + "if") == "␣×23if"
+
+
 def contribution_of(world, latents, head):
     return contribution(world.dictionary, world.codes, torch.tensor(latents), head, N_KV)
 
@@ -634,7 +638,7 @@ def test_every_figure_says_what_it_shows_and_is_the_same_each_time(name, shape):
 def test_token_text_is_data_in_a_figure():
     nasty = '<b>x</b>&<script>alert("1")</script>'
     labels = figures.strongest_latents(tables(token=nasty), INFO).layout.yaxis.ticktext
-    assert all("<" not in label for label in labels)
+    assert all("<" not in label and '"' in label for label in labels)  # plotly would show &quot; as it stands
     assert html.unescape(labels[0]) == f"10: {nasty}" and labels[1].startswith("11 Entity Marker Fragments: ")
 
 
@@ -650,4 +654,4 @@ def test_points_at_zero_stay_on_the_logarithmic_axes():
     fig = figures.check(tables(), INFO)
     control = next(trace for trace in fig.data if trace.name == figures.KINDS["control"])
     assert min(control.x) > 0 and min(control.y) > 0 and len(control.x) == 3
-    assert "Spearman 0.50 [0.1, 0.9], 6 removals" in [note.text for note in fig.layout.annotations]
+    assert "Spearman 0.50 [0.10, 0.90], 6 removals" in [note.text for note in fig.layout.annotations]

@@ -84,9 +84,8 @@ def fig9_distribution(tables: Tables, info: Info) -> go.Figure:
     edge = min(SMALLEST_SHARE, *(positive / 2), 1.0) / 2
     fig = go.Figure()
     for index, model in enumerate(models):
-        rows = table[table["model"] == model]
         place = {name: at + 0.3 * ((len(models) - 1) / 2 - index) for at, name in enumerate(names)}
-        _shares(fig, rows, model, index, place, edge)
+        _shares(fig, table[table["model"] == model], model, index, place, edge)
     decades = [10.0**power for power in range(int(np.ceil(np.log10(edge) + 1e-9)), 1)]
     fig.update_xaxes(
         type="log",
@@ -233,8 +232,7 @@ def _bands(info: Info, table: pd.DataFrame) -> str:
     if len(info["seeds"]) > 1:
         return (
             f"Curves are means over {len(info['seeds'])} dictionaries (training seeds), small dashes the single ones; "
-            "sizes are features of one dictionary, "
-            "bands resample documents and features."
+            "sizes are features of one dictionary, bands resample documents and features."
         )
     return "Bands resample documents and features."
 

@@ -80,29 +80,7 @@ def check(tables: Tables, info: Info) -> go.Figure:
     table, found = tables["flow_check"], tables["flow_correlation"].set_index(["predictor", "effect"])
     titles = [_correlation(found.loc[("score", effect)]) for effect in ("logit_change", "delta_nll")]
     fig = make_subplots(1, 2, horizontal_spacing=0.12, subplot_titles=titles)
-    single = table[table["kind"].isin(["top", "control"])]
-    edge = {name: _edge(single[name].abs()) for name in ("score", "logit_change")}
-    for index, kind in enumerate(("top", "control")):
-        rows = table[table["kind"] == kind]
-        x = np.maximum(theme.floats(rows["score"].abs()), edge["score"])
-        for column, effect in ((1, "logit_change"), (2, "delta_nll")):
-            least = edge["logit_change"] if effect == "logit_change" else -np.inf
-            y, low, high = (
-                np.maximum(theme.floats(rows[name]), least)
-                for name in (effect, f"{effect}_low", f"{effect}_high")
-            )
-            trace = _points(rows, x, y, low, high, KINDS[kind], index, showlegend=column == 1)
-            fig.add_trace(trace, row=1, col=column)
-    for column in (1, 2):
-        place = {"horizontal": True, "row": 1, "col": column}
-        theme.log_axis(fig, single["score"].abs().clip(lower=edge["score"]), "score (log scale)", **place)
-    sizes = pd.concat([single["logit_change"], single["logit_change_high"].astype(float)])
-    title = "size of the change of logits (log scale)"
-    theme.log_axis(fig, sizes.clip(lower=edge["logit_change"]), title, row=1, col=1)
-    theme.zero_line(fig, row=1, col=2)
-    fig.update_yaxes(
-        title_text="NLL, latent removed minus unchanged (nats)", exponentformat="power", row=1, col=2
-    )
+    _effects(fig, table)
     fig.update_annotations(font_size=12)
     interval = theme.has_interval(table["delta_nll_low"], table["delta_nll_high"])
     words = theme.subtitle(info["n_tokens_check"], info["n_documents_check"], interval, f"{info['model']}")
@@ -140,7 +118,23 @@ def strongest_latents(tables: Tables, info: Info) -> go.Figure:
         hovertemplate="%{text}<br>%{customdata}<br>score %{z:.4g}<extra></extra>",
     )
     fig = go.Figure(heat)
-    layers = [layer for layer, _ in wide.columns]
+    _latent_axes(fig, [layer for layer, _ in wide.columns], labels)
+    return theme.style(
+        fig,
+        "The latents with the largest scores, and the heads that read them",
+        _subtitle(info),
+        "Rows are the latents whose scores over all heads add up to most; a row without a category has no label. "
+        "Tokens are the ones that activate the latent most, in falling order (␣ is a space). A score is the mean of "
+        "alpha times activation times the size of the latent's logits along the direct path from that head, so "
+        "frequent latents lead. Rows that look alike say that heads differ in how much of V1 they read, not in which "
+        "latents. Scores leave out later layers and the final norm's scale: compare within a layer first.",
+        width=1120,
+        height=max(420, 200 + 24 * len(labels)),
+    )
+
+
+def _latent_axes(fig: go.Figure, layers: list[int], labels: list[str]) -> None:
+    """Latents from the top downwards, heads grouped by layer with a line between."""
     middle = {layer: np.mean([i for i, other in enumerate(layers) if other == layer]) for layer in layers}
     for place in range(1, len(layers)):
         if layers[place] != layers[place - 1]:
@@ -158,19 +152,6 @@ def strongest_latents(tables: Tables, info: Info) -> go.Figure:
         autorange="reversed",
         showgrid=False,
         tickfont={"size": 11},
-    )
-    return theme.style(
-        fig,
-        "The latents with the largest scores, and the heads that read them",
-        _subtitle(info),
-        "Rows are the latents whose scores over all heads add up to most; a row without a category has no label. "
-        "Tokens are the ones that activate the latent most, in falling order (␣ is a space). A score is the mean of "
-        "alpha times activation times the size of the latent's logits along the direct path from that head, so "
-        "frequent latents lead. Rows that look alike say that heads differ in how much of V1 they read, not in which "
-        "latents. Scores leave out later layers and the final norm's scale: compare within a layer "
-        "first.",
-        width=1120,
-        height=max(420, 200 + 24 * len(labels)),
     )
 
 
@@ -193,6 +174,33 @@ def _bars(rows: pd.DataFrame, part: str, colour: str, showlegend: bool) -> go.Ba
         text=theme.interval_texts(rows["low"], rows["high"]),
         textposition="none",
         hovertemplate=f"KV head %{{x}}<br>{part}: %{{y:.3%}} %{{text}}<extra></extra>",
+    )
+
+
+def _effects(fig: go.Figure, table: pd.DataFrame) -> None:
+    """Points and axes of both panels."""
+    single = table[table["kind"].isin(["top", "control"])]
+    edge = {name: _edge(single[name].abs()) for name in ("score", "logit_change")}
+    for index, kind in enumerate(("top", "control")):
+        rows = table[table["kind"] == kind]
+        x = np.maximum(theme.floats(rows["score"].abs()), edge["score"])
+        for column, effect in ((1, "logit_change"), (2, "delta_nll")):
+            least = edge["logit_change"] if effect == "logit_change" else -np.inf
+            y, low, high = (
+                np.maximum(theme.floats(rows[name]), least)
+                for name in (effect, f"{effect}_low", f"{effect}_high")
+            )
+            trace = _points(rows, x, y, low, high, KINDS[kind], index, showlegend=column == 1)
+            fig.add_trace(trace, row=1, col=column)
+    for column in (1, 2):
+        place = {"horizontal": True, "row": 1, "col": column}
+        theme.log_axis(fig, single["score"].abs().clip(lower=edge["score"]), "score (log scale)", **place)
+    sizes = pd.concat([single["logit_change"], single["logit_change_high"].astype(float)])
+    title = "size of the change of logits (log scale)"
+    theme.log_axis(fig, sizes.clip(lower=edge["logit_change"]), title, row=1, col=1)
+    theme.zero_line(fig, row=1, col=2)
+    fig.update_yaxes(
+        title_text="NLL, latent removed minus unchanged (nats)", exponentformat="power", row=1, col=2
     )
 
 
@@ -232,9 +240,10 @@ def _edge(values: pd.Series) -> float:
 
 
 def _correlation(row: pd.Series) -> str:
-    ends = theme.interval_texts([row["low"]], [row["high"]])[0]
-    value = "undefined" if np.isnan(row["spearman"]) else f"{row['spearman']:.2f}"
-    return f"Spearman {value} {ends}".strip() + f", {int(row['n_removals'])} removals"
+    value, low, high = theme.floats([row["spearman"], row["low"], row["high"]])
+    words = f"{value:.2f}" if np.isfinite(value) else "undefined"
+    ends = f" [{low:.2f}, {high:.2f}]" if np.isfinite(low) and np.isfinite(high) else ""
+    return f"Spearman {words}{ends}, {int(row['n_removals'])} removals"
 
 
 def _yardstick(table: pd.DataFrame) -> str:
@@ -245,10 +254,10 @@ def _yardstick(table: pd.DataFrame) -> str:
 
 
 def _label(row: Any) -> str:
-    """Latent number, category and tokens, shortened; token text is data and is escaped."""
+    """Latent number, category and tokens, shortened; token text is data and is escaped (plotly reads no &quot;)."""
     tokens = row.tokens if len(row.tokens) <= LONGEST_LABEL else row.tokens[: LONGEST_LABEL - 1] + "…"
     category = f" {row.category}:" if isinstance(row.category, str) else ":"
-    return f"{row.latent}{category} {html.escape(tokens)}"
+    return f"{row.latent}{category} {html.escape(tokens, quote=False)}"
 
 
 def _subtitle(info: Info) -> str:

@@ -1,5 +1,6 @@
 """Everything about the flow of V1 latents that follows from weights and stored sums, and its tables."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +74,13 @@ def trace(
         query_size=sizes.numpy(),
         intake=(whole.activation * norms[:, None]).numpy(),
         score=(whole.activation * intake.kv_sizes(sizes, gates.n_heads)).numpy(),
-        texts=[text.replace(" ", "␣") for text in pieces(tokenizer, sites.d_vocab)["text"]],
+        texts=[visible(text) for text in pieces(tokenizer, sites.d_vocab)["text"]],
     )
+
+
+def visible(text: str) -> str:
+    """Printable token text with its spaces as ␣; a long run of them (indentation) as its length."""
+    return re.sub(" {5,}", lambda run: f"␣×{len(run[0])}", text).replace(" ", "␣")
 
 
 def part_of(flow: Flow) -> Int[np.ndarray, " latent"]:

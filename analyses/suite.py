@@ -176,7 +176,8 @@ def describe_v1(config: Config, baseline: str | None, gates_run: Path | None) ->
         sae=folders[config.model][0],
         labels=labels[config.model][0],
         gates=gates_run,
-        reading=dataclasses.replace(reading, tokens=min(reading.tokens or CHECKED, CHECKED)),
+        check_tokens=CHECKED,
+        reading=reading,
     )
     traced = flow.run(first)
     return runs if traced is None else [*runs, traced]

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument(
         "--reuse", action="store_true", help="write from the newest runs there, measure nothing"
     )
-    parser.add_argument("--flow-tokens", type=int, default=20_000, help="text tokens for checks of the flow")
+    parser.add_argument("--check-tokens", type=int, default=20_000, help="text tokens for checks of the flow")
     parser.add_argument(
         "--judge-url", help="an OpenAI-compatible endpoint whose judge is calibrated and asked too"
     )
@@ -47,7 +47,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.reuse:
         measure(given.tokens, given.head_tokens, given.runs)
-        v1.describe(given.runs, newest(given.runs)["gates"].path, given.flow_tokens)
+        v1.describe(given.runs, given.check_tokens)
     if given.judge_url:
         v1.ask(given.runs, given.judge_url, given.judge_limit)
     runs, of_v1 = newest(given.runs), v1.newest(given.runs)

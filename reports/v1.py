@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from analyses import categories, flow
+from analyses import categories, flow, gates
 from sae import calibrate_command, label_command, train_command
 from sae.funnel import Thresholds
 from sae.judges import JudgeSettings
@@ -17,7 +17,7 @@ PAIR = ("reference-satformer", "reference-transformer")
 SEEDS = (0, 1, 2)
 
 
-def describe(runs: Path, gates: Path, flow_tokens: int) -> None:
+def describe(runs: Path, check_tokens: int) -> None:
     """Dictionaries at the paper's setting, three seeds of each model; the rules' calibration and labels; and so on."""
     labels = []
     for name in PAIR:
@@ -27,12 +27,25 @@ def describe(runs: Path, gates: Path, flow_tokens: int) -> None:
         labels += [label_command.run(label_command.Config(sae=folder, runs=runs)) for folder in folders]
     first = runs / "dictionaries" / PAIR[0] / "seed-0"
     calibrate_command.run(calibrate_command.Config(sae=first, runs=runs))
+    follow(runs, labels, check_tokens)
+
+
+def follow(runs: Path, labels: list[Path], check_tokens: int) -> None:
+    """Where gate and heads let the labelled features in, on all of the text; its gates run is kept apart."""
+    whole = gates.run(gates.Config(reading=Reading(tokens=0, runs=runs / "whole-text")))
     categories.run(
-        categories.Config(model=PAIR[0], labels=tuple(labels), gates=gates, baseline=PAIR[1], runs=runs)
+        categories.Config(model=PAIR[0], labels=tuple(labels), gates=whole, baseline=PAIR[1], runs=runs)
     )
-    reading = Reading(tokens=flow_tokens, runs=runs)
     flow.run(
-        flow.Config(model=PAIR[0], sae=first, labels=labels[0], gates=gates, check_heads=8, reading=reading)
+        flow.Config(
+            model=PAIR[0],
+            sae=runs / "dictionaries" / PAIR[0] / "seed-0",
+            labels=labels[0],
+            gates=whole,
+            check_heads=8,
+            check_tokens=check_tokens,
+            reading=Reading(tokens=0, runs=runs),
+        )
     )
 
 

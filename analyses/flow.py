@@ -7,7 +7,7 @@ unlabelled latents, decoder bias and reconstruction error. Scores are then check
 head reads it, beside random latents that are about as frequent, and the change of logits and NLL is measured.
 
 Examples:
-    satlens flow reference-satformer --sae runs/sae-a/seed-0 --labels runs/sae-label-b
+    satlens flow reference-satformer --sae runs/dictionaries/reference-satformer-v1/seed-0 --labels runs/sae-label-b
     satlens flow path/to/final --sae SAE --labels RUN --check-heads 8 --check-tokens 100000
 """
 

@@ -7,7 +7,7 @@ shuffled. The threshold found here is what satlens sae label --calibration uses.
 Examples:
     satlens judge calibrate
     satlens judge calibrate --judge server --base-url http://127.0.0.1:8000/v1 --read expected
-    satlens judge calibrate --judge server --sae runs/sae-20260101-120000-abc123/seed-0
+    satlens judge calibrate --judge server --sae runs/dictionaries/reference-satformer-v1/seed-0
 """
 
 import json

@@ -104,8 +104,9 @@ def open_dictionary(path: str | Path, device: str = "cpu") -> Dictionary:
     file = folder / CONFIG
     if not file.is_file():
         inside = sorted(p.parent for p in folder.glob(f"*/{CONFIG}")) if folder.is_dir() else []
+        made = "; make one with satlens sae train"
         hint = f"; give one of {', '.join(map(str, inside[:3]))}" if inside else ""
-        raise UserError(f"no {CONFIG} in {folder}, so no dictionary{hint}")
+        raise UserError(f"no {CONFIG} in {folder}, so no dictionary{hint or made}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS, device=device)

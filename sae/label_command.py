@@ -5,7 +5,7 @@ The funnel of the paper (App. C.1): activity and density, MonoScore, purity of t
 or repeated, the command asks nothing twice.
 
 Examples:
-    satlens sae label runs/sae-20260101-120000-abc123/seed-0
+    satlens sae label runs/dictionaries/reference-satformer-v1/seed-0
     satlens sae label SAE --judge server --base-url http://127.0.0.1:8000/v1 --calibration runs/judge-...
     satlens sae label SAE --judge server --limit 200
 """
@@ -47,7 +47,7 @@ class Config:
     """Flags of `satlens sae label`."""
 
     sae: tyro.conf.Positional[Path]
-    """Folder of a trained V1 dictionary (seed-0 of a run of satlens sae train)."""
+    """Folder of a trained V1 dictionary (a seed that satlens sae train made)."""
     judge: Annotated[JudgeSettings, tyro.conf.arg(name="")] = field(default_factory=JudgeSettings)
     """Who is asked."""
     funnel: Annotated[Thresholds, tyro.conf.arg(name="")] = field(default_factory=Thresholds)

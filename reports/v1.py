@@ -154,18 +154,32 @@ def labelled(runs: list[FinishedRun]) -> list[str]:
             r for r in runs if r.manifest.verb == "judge" and r.manifest.summary["judge"] == judge
         )
         found = calibration.manifest.summary
+        labels = [
+            r.manifest
+            for r in runs
+            if r.manifest.verb == "sae-label" and r.manifest.summary["judge"] == judge
+        ]
         counts = []
         for name in PAIR:
-            of = [r.manifest.summary for r in runs if r.manifest.verb == "sae-label"]
-            mine = [s for s in of if s["model"] == name and s["judge"] == judge]
-            counts.append(f"{name} {', '.join(str(s['accepted']) for s in mine) or 'none asked'}")
+            mine = [accepted(m) for m in labels if m.summary["model"] == name]
+            counts.append(f"{name} {', '.join(mine) or 'none asked'}")
         lines.append(
             f"- Judge {judge}: accepted features by seed: {'; '.join(counts)}. Its calibration: area under the ROC "
             f"{measured(found['auc_rules'])} on sets that rules decide, {measured(found['auc_known'])} on words that "
-            "belong together by meaning; of placebos the paper's 7 of 10 lets through "
-            f"{measured(found['paper_false_retention'])}."
+            "belong together by meaning. The paper's 7 of 10 lets through "
+            f"{measured(found['paper_false_retention'])} of placebos, "
+            f"{measured(found['paper_true_retention_rules'])} of the first and "
+            f"{measured(found['paper_true_retention_known'])} of the second; the calibrated "
+            f"{found['threshold']:.3g} lets through {measured(found['false_retention'])}, "
+            f"{measured(found['true_retention_rules'])} and {measured(found['true_retention_known'])}."
         )
     return lines
+
+
+def accepted(manifest: Any) -> str:
+    """How many were accepted, and of how many where not all were asked about."""
+    limit = manifest.config["funnel"]["limit"]
+    return str(manifest.summary["accepted"]) + (f" of {limit} asked about" if limit else "")
 
 
 def share_labelled(summary: dict[str, Any]) -> float:

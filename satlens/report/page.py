@@ -125,7 +125,9 @@ def _asked(run: FinishedRun) -> str:
         words.append(text)
     if manifest.seed is not None:
         words.append(f"seed {manifest.seed}")
-    words.append(f"command: {' '.join(manifest.argv)}")
+    # a run made from a notebook or a script has no command of its own
+    if manifest.argv and manifest.argv[0] in (manifest.verb.split("-")[0], "suite"):
+        words.append(f"command: satlens {' '.join(manifest.argv)}")
     return "; ".join(words) + "."
 
 

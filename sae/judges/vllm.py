@@ -139,7 +139,7 @@ def _load(folder: Path, settings: JudgeSettings) -> Any:
         from vllm.platforms import current_platform
     except ImportError as error:
         raise UserError(
-            f"--judge vllm needs vllm in this environment ({error}): pip install 'satlens[judge]', or serve the model "
+            f"--judge vllm needs vllm in this environment ({error}): pip install 'satlens[vllm]', or serve the model "
             "from an environment of its own and use --judge server"
         ) from error
     try:

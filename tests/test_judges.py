@@ -128,7 +128,7 @@ def test_a_judge_in_this_process_needs_a_model_and_vllm(tmp_path):
         make_judge(JudgeSettings(judge="vllm", judge_model=str(tmp_path), cache=None)).check()
     (tmp_path / "config.json").write_text("{}")
     if subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, check=False).returncode:
-        with pytest.raises(UserError, match=r"pip install 'satlens\[judge\]', or serve"):
+        with pytest.raises(UserError, match=r"pip install 'satlens\[vllm\]', or serve"):
             make_judge(JudgeSettings(judge="vllm", judge_model=str(tmp_path), cache=None)).check()
 
 

@@ -162,7 +162,7 @@ def describe_v1(config: Config, baseline: str | None, gates_run: Path | None) ->
                     model=config.model,
                     labels=every,
                     gates=gates_run,
-                    baseline=baseline,
+                    baseline=baseline if baseline and some[baseline] else None,
                     runs=root,
                     seed=reading.seed,
                     resamples=reading.resamples,

@@ -1,6 +1,6 @@
 """Make reports/example and the measured part of the README: the reference pair, on the shipped held-out text.
 
-Example: python reports/example.py            (two hours on two cores, most of it the eight dictionaries)
+Example: python reports/example.py            (most of it eight dictionaries, seven to eight CPU minutes each)
          python reports/example.py --judge-url http://127.0.0.1:8000/v1      (also asks a model that is served there)
 """
 

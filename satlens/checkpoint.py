@@ -70,7 +70,8 @@ def load_bridge(
     model = load_model(path_or_model, dtype, device) if is_path else path_or_model
     bridge, sites = wrap(model)
     spread = torch.linspace(0, sites.d_vocab - 1, min(8, sites.d_vocab)).long()
-    check_v1_table(bridge, sites, spread[None].to(next(model.parameters()).device))
+    if sites.layers("value"):  # a disabled attention has values that nothing reads
+        check_v1_table(bridge, sites, spread[None].to(next(model.parameters()).device))
     return bridge, sites
 
 
@@ -80,7 +81,7 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         UserError: the folder has none (official ``latest/`` folders never do).
     """
-    folder = _folder(path)
+    folder = Path(path)  # a tokenizer may lie alone: a data build has one, a model's config it has not
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in files):
         raise UserError(f"no tokenizer in {folder} (looked for {', '.join(files)}): give the folder it is in")
@@ -198,6 +199,11 @@ def _check_tensors(tensors: Mapping[str, Tensor], model: Any, *, tied: bool) -> 
                 f"{name} has shape {found}, config.json implies {list(shape)}: one of them is wrong"
             )
     for name, tensor in tensors.items():
+        if model.config.attention_disabled and name.endswith("o_proj.weight") and bool(tensor.any()):
+            raise UserError(
+                f"config.json says attention_disabled, but {name} is not zero: attention would write after all; "
+                "one of them belongs to another checkpoint"
+            )
         if bad := int((~torch.isfinite(tensor)).sum()):
             count = f"{bad} of {tensor.numel()} values"
             raise UserError(f"{name}: {count} are NaN or infinite: training diverged, or the file is damaged")

@@ -15,8 +15,11 @@ from transformer_lens.model_bridge.generalized_components.block import BlockBrid
 from transformer_lens.model_bridge.generalized_components.embedding import EmbeddingBridge
 from transformer_lens.model_bridge.generalized_components.gated_mlp import GatedMLPBridge
 from transformer_lens.model_bridge.generalized_components.linear import LinearBridge
+from transformer_lens.model_bridge.generalized_components.mlp import MLPBridge
 from transformer_lens.model_bridge.generalized_components.rms_normalization import RMSNormalizationBridge
 from transformer_lens.model_bridge.generalized_components.unembedding import UnembeddingBridge
+
+from satlens.hf.config import MLPS, SharedConfig
 
 # Hook points that AttentionBridge declares for its own attention; a delegating bridge would never fire them.
 _SILENT = ("hook_attn_scores", "hook_hidden_states", "hook_result", "hook_rot_q", "hook_rot_k")
@@ -111,8 +114,9 @@ class DecoderAdapter(ArchitectureAdapter):
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         cfg.normalization_type, cfg.positional_embedding_type = "RMS", "rotary"
-        cfg.final_rms = cfg.gated_mlp = cfg.uses_rms_norm = True
+        cfg.final_rms = cfg.uses_rms_norm = True
         cfg.attn_only = False
+        cfg.gated_mlp = cfg.act_fn in MLPS["swiglu"]
         n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
         heads = {"q": cfg.n_heads, "k": n_kv, "v": n_kv}
         self.weight_processing_conversions = {
@@ -131,15 +135,7 @@ class DecoderAdapter(ArchitectureAdapter):
                     "ln1": Norm(name="attn_norm", config=cfg),
                     "attn": Attention("attn", cfg, self.attention_parts()),
                     "ln2": Norm(name="mlp_norm", config=cfg),
-                    "mlp": GatedMLPBridge(
-                        name="mlp",
-                        config=cfg,
-                        submodules={
-                            "gate": LinearBridge(name="gate_proj"),
-                            "in": LinearBridge(name="up_proj"),
-                            "out": LinearBridge(name="down_proj"),
-                        },
-                    ),
+                    "mlp": _mlp(cfg),
                 },
             ),
             "ln_final": Norm(name="model.norm", config=cfg),
@@ -162,27 +158,46 @@ class DecoderAdapter(ArchitectureAdapter):
         }
 
 
+def _mlp(cfg: Any) -> MLPBridge:
+    """SwiGLU or the plain MLP: which of the two linears is hooked as the gate follows from it."""
+    parts: dict[str, GeneralizedComponent] = {
+        "in": LinearBridge(name="up_proj"),
+        "out": LinearBridge(name="down_proj"),
+    }
+    if not cfg.gated_mlp:
+        return MLPBridge(name="mlp", config=cfg, submodules=parts)
+    return GatedMLPBridge(
+        name="mlp", config=cfg, submodules={"gate": LinearBridge(name="gate_proj"), **parts}
+    )
+
+
 def _layout(pattern: str, n: int) -> Any:
     return ParamProcessingConversion(tensor_conversion=RearrangeTensorConversion(pattern, n=n))
 
 
-def decoder_names(n_layers: int) -> dict[str, dict[int, str]]:
-    """Role -> layer -> hook name, for the roles that every layer of every decoder here has."""
+def decoder_names(config: SharedConfig) -> dict[str, dict[int, str]]:
+    """Role -> layer -> hook name, for the roles that every layer of every decoder here has.
+
+    A disabled attention has no roles inside: what is edited there never reaches the stream.
+    """
     places = {
         "resid_pre": "hook_in",
         "resid_mid": "hook_resid_mid",
         "resid_post": "hook_out",
         "attn_out": "attn.hook_out",
         "mlp_out": "mlp.hook_out",
-        "mlp_gate_pre": "mlp.gate.hook_out",
+        "mlp_gate_pre": "mlp.in.hook_out" if config.mlp == "gelu" else "mlp.gate.hook_out",
         "mlp_post": "mlp.out.hook_in",
+    }
+    inside = {
         "q": "attn.q.hook_out",
         "k": "attn.k.hook_out",
         "value": "attn.v.hook_out",
         "pattern": "attn.hook_pattern",
         "z": "attn.o.hook_in",
     }
-    return {role: hook_names(place, range(n_layers)) for role, place in places.items()}
+    offered = places if config.attention_disabled else {**places, **inside}
+    return {role: hook_names(place, range(config.num_hidden_layers)) for role, place in offered.items()}
 
 
 def hook_names(place: str, layers: Any) -> dict[int, str]:

@@ -85,7 +85,7 @@ def names(config: Any) -> dict[str, dict[int, str]]:
     mixing = _mixing(config)
     writing = [0] if mixing else []  # V1 that nobody reads is not a site: editing it does nothing
     return {
-        **decoder_names(config.num_hidden_layers),
+        **decoder_names(config),
         "first_value": hook_names("attn.first_value.hook_out", writing + mixing),
         "mixed_value": hook_names("attn.mix.hook_out", mixing),
         "gate_logit": hook_names("attn.mix.alpha.hook_out", mixing),
@@ -99,4 +99,7 @@ def gate_kind(config: Any) -> str | None:
 
 
 def _mixing(config: Any) -> list[int]:
+    """Layers whose gate can change anything: none where attention writes nothing."""
+    if config.attention_disabled:
+        return []
     return [layer for layer in range(config.num_hidden_layers) if config.mixes(layer)]

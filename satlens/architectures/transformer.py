@@ -14,7 +14,7 @@ class Adapter(DecoderAdapter):
 
 def names(config: Any) -> dict[str, dict[int, str]]:
     """Role -> layer -> hook name."""
-    return decoder_names(config.num_hidden_layers)
+    return decoder_names(config)
 
 
 def gate_kind(config: Any) -> str | None:

@@ -6,6 +6,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 GATES = ("relu", "sigmoid", "tanh", "identity", "softmax", "softmax_sigmoid")
+MLPS = {"swiglu": ("swish", "silu"), "gelu": ("gelu",)}
+"""Kind of MLP -> names of its nonlinearity. ``swiglu`` is gated, ``gelu`` the plain two-layer kind."""
 
 
 def _swiglu_width(hidden_size: int, hidden_ratio: int | None) -> int:
@@ -16,7 +18,11 @@ def _swiglu_width(hidden_size: int, hidden_ratio: int | None) -> int:
 
 @strict
 class SharedConfig(PreTrainedConfig):
-    """Fields that all six architectures share, under the names the official checkpoints use."""
+    """Fields that all six architectures share, under the names the official checkpoints use.
+
+    ``mlp``, ``mlp_bias`` and ``attention_disabled`` are ours, for development studies; their defaults are the
+    official model.
+    """
 
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -47,6 +53,9 @@ class SharedConfig(PreTrainedConfig):
     fuse_linear_cross_entropy: bool = False
     use_l2warp: bool = False
     vocab_size: int = 32000
+    mlp: str = "swiglu"
+    mlp_bias: bool = False
+    attention_disabled: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.hidden_size % self.num_heads:
@@ -56,8 +65,15 @@ class SharedConfig(PreTrainedConfig):
             )
         if self.num_heads % self.n_kv_heads:
             raise ValueError(f"num_kv_heads {self.n_kv_heads} does not divide num_heads {self.num_heads}")
-        if self.hidden_act not in ("swish", "silu"):
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; only 'swish' is defined for this family")
+        if self.mlp not in MLPS:
+            raise ValueError(f"unknown mlp {self.mlp!r}; known: {', '.join(MLPS)}")
+        if self.mlp == "gelu" and self.hidden_act == "swish":
+            self.hidden_act = "gelu"  # the official default is SwiGLU's; other libraries read this field
+        if self.hidden_act not in MLPS[self.mlp]:
+            only = MLPS[self.mlp][0]
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}; only {only!r} is defined for a {self.mlp} MLP"
+            )
         if self.fuse_cross_entropy and self.fuse_linear_cross_entropy:
             raise ValueError("fuse_cross_entropy and fuse_linear_cross_entropy cannot both be true")
         super().__post_init__(**kwargs)
@@ -79,8 +95,12 @@ class SharedConfig(PreTrainedConfig):
 
     @property
     def mlp_width(self) -> int:
-        """SwiGLU width, resolved: ``intermediate_size`` may be null."""
-        return self.intermediate_size or _swiglu_width(self.hidden_size, self.hidden_ratio)
+        """Width of the MLP, resolved: ``intermediate_size`` may be null."""
+        if self.intermediate_size:
+            return self.intermediate_size
+        if self.mlp == "gelu":  # two matrices instead of three, so no two thirds
+            return (self.hidden_ratio or 4) * self.hidden_size
+        return _swiglu_width(self.hidden_size, self.hidden_ratio)
 
 
 @strict

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from satlens.hf.config import SharedConfig
-from satlens.hf.layers import Attention, RMSNorm, Rotary, SwiGLU, attention_mask
+from satlens.hf.layers import Attention, FrozenZero, RMSNorm, Rotary, attention_mask, new_mlp
 
 _OUTPUT_FIELDS = CausalLMOutputWithPast.__dataclass_fields__
 CACHE_FIELD = "cache" if "cache" in _OUTPUT_FIELDS else "past_key_values"  # renamed within transformers 5
@@ -25,7 +25,7 @@ class Block(GradientCheckpointingLayer):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = attention(config, layer_idx)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = new_mlp(config)
 
     def forward(
         self,
@@ -41,7 +41,11 @@ class Block(GradientCheckpointingLayer):
 
 
 class DecoderPreTrained(PreTrainedModel):
-    """Weight initialisation and loading rules of the family: N(0, initializer_range), zero biases, unit norms."""
+    """Weight initialisation and loading rules of the family: N(0, initializer_range), zero biases, unit norms.
+
+    A disabled attention's output projection is drawn and then zeroed, so that all other weights of a seed are
+    those of the model whose attention works.
+    """
 
     config_class: type[SharedConfig]
     base_model_prefix = "model"
@@ -57,6 +61,8 @@ class DecoderPreTrained(PreTrainedModel):
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(cast(Tensor, module.bias))
+            if isinstance(module, FrozenZero):
+                nn.init.zeros_(module.weight)
 
 
 class DecoderModel(DecoderPreTrained):

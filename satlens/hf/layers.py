@@ -1,4 +1,4 @@
-"""The parts every architecture is made of: RMSNorm, rotary positions, SwiGLU, attention with a value seam."""
+"""The parts every architecture is made of: RMSNorm, rotary positions, MLPs, attention with a value seam."""
 
 from typing import Any
 
@@ -51,17 +51,43 @@ def rotate(x: Float[Tensor, "batch head pos d_head"], cos: Tensor, sin: Tensor) 
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate x) * up x)``, no biases."""
+    """``down(silu(gate x) * up x)``; biases only where the config asks for them."""
 
     def __init__(self, config: SharedConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=False)
-        self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = nn.SiLU()
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PlainMLP(nn.Module):
+    """``down(gelu(up x))`` with the exact GELU, the MLP of the paper's development study (our own option)."""
+
+    def __init__(self, config: SharedConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = nn.GELU()
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        return self.down_proj(self.act_fn(self.up_proj(x)))
+
+
+def new_mlp(config: SharedConfig) -> nn.Module:
+    """The MLP that the config names."""
+    return PlainMLP(config) if config.mlp == "gelu" else SwiGLU(config)
+
+
+class FrozenZero(nn.Linear):
+    """The output projection of a disabled attention: zero, and no optimizer moves it (paper B, section 7)."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.requires_grad_(False)
 
 
 class Attention(nn.Module):
@@ -75,7 +101,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(d_model, d_model, bias=config.qkv_bias)
         self.k_proj = nn.Linear(d_model, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(d_model, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+        output = FrozenZero if config.attention_disabled else nn.Linear
+        self.o_proj = output(d_model, d_model, bias=False)
         if config.qk_norm:
             self.q_norm = RMSNorm(d_head, QK_NORM_EPS)
             self.k_norm = RMSNorm(d_head, QK_NORM_EPS)

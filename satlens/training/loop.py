@@ -107,9 +107,9 @@ def _accelerator() -> Accelerator:
 
 
 def new_optimizer(recipe: Recipe, objective: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW over one group: the official recipe decays every parameter, norms included."""
+    """AdamW over one group: the official recipe decays every parameter, norms included; frozen ones are left out."""
     return torch.optim.AdamW(
-        objective.parameters(),
+        [parameter for parameter in objective.parameters() if parameter.requires_grad],
         lr=recipe.lr,
         betas=(recipe.beta1, recipe.beta2),
         weight_decay=recipe.weight_decay,

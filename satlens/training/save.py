@@ -62,6 +62,7 @@ def facts_of(
         "tokens_seen": steps * recipe.tokens_per_step(world),
         "steps": steps,
         "recipe": recipe.as_dict(),
+        "attention_disabled": bool(recipe.model.get("attention_disabled", False)),
         "processes": world,
         "seconds": round(progress["seconds"], 1),
         "recipe_sha256": hashlib.sha256(json.dumps(recipe.as_dict(), sort_keys=True).encode()).hexdigest(),

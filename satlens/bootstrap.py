@@ -143,6 +143,37 @@ def resampled_ratios(sums: ArrayLike, counts: ArrayLike, weights: Weights) -> tu
     return _scalar(estimate), resample(values, weights)[drawn] / totals[drawn].reshape(shape)
 
 
+def median_interval(values: ArrayLike, weights: Weights, level: float = 0.95) -> Interval:
+    """Median over documents of one value each, `[document, ...]`, with the interval of the median of resamples.
+
+    A document whose value is NaN has none and is left out. The ends are None (NaN in an array) where fewer than two
+    documents have a value. The median of an even number is the mean of the middle two, in resamples too.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    flat = array.reshape(array.shape[0], -1)
+    if flat.shape[0] != weights.shape[1]:
+        raise SatlensError(f"values of {flat.shape[0]} documents do not fit weights of {weights.shape[1]}")
+    out = np.array([_median_ends(column, weights, level) for column in flat.T]).T.reshape(3, *array.shape[1:])
+    if array.ndim > 1:
+        return Interval(out[0], out[1], out[2])
+    estimate, low, high = (None if np.isnan(value) else float(value) for value in out)
+    return Interval(estimate, low, high)
+
+
+def _median_ends(column: Floats, weights: Weights, level: float) -> tuple[float, float, float]:
+    """Median of one column, and the ends of its interval."""
+    known = np.flatnonzero(~np.isnan(column))
+    if len(known) < 2:
+        return (float(column[known[0]]) if len(known) else np.nan, np.nan, np.nan)
+    order = known[np.argsort(column[known], kind="stable")]
+    drawn = weights[:, order].cumsum(axis=1)
+    drawn = drawn[drawn[:, -1] > 0]
+    total = drawn[:, -1:]
+    middle = [column[order][(drawn >= place).argmax(axis=1)] for place in ((total + 1) // 2, total // 2 + 1)]
+    low, high = percentile_interval((middle[0] + middle[1]) / 2, level)
+    return float(np.median(column[known])), low, high
+
+
 def percentile_interval(samples: Floats, level: float = 0.95, discrete: bool = False) -> tuple[Any, Any]:
     """Lower and upper percentile along the resample axis, over the resamples that have a value.
 

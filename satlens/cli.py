@@ -32,7 +32,7 @@ def verbs() -> dict[str, str]:
     import analyses
 
     found = {
-        info.name: f"analyses.{info.name}"
+        info.name.replace("_", "-"): f"analyses.{info.name}"
         for info in pkgutil.iter_modules(analyses.__path__)
         if not info.ispkg
     }

@@ -1,15 +1,19 @@
 """How surprised is the model: next-token NLL of chosen positions, without ever holding a window's logits."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 CHUNK_LOGITS = 3 << 19
 """Logits held at once (float32: 6 MiB; fewer cost time, more only memory)."""
+SMALLEST_ONEDNN = 64
+"""Output width from which a linear map gains from oneDNN; a gate projection, one output a head, does not."""
 LOG2_E = math.log2(math.e)
 """Logits are taken in bits inside: powers of 2 cost a quarter of powers of e."""
 
@@ -67,3 +71,27 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     torch's own choice for float32 on CPU is MKL, which takes more than twice as long on CPUs that are not Intel's.
     """
     return F.linear(x.to_mkldnn(), weight, bias).to_dense()
+
+
+@contextmanager
+def onednn_linears(model: nn.Module) -> Iterator[None]:
+    """The model's linear maps by oneDNN for as long as a pass lasts, where that serves; hooks fire as ever."""
+    taken = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear
+        and "forward" not in vars(module)  # somebody else's replacement stays
+        and module.out_features >= SMALLEST_ONEDNN
+        and onednn_serves(module.weight)
+    ]
+    for module in taken:
+        module.forward = partial(_linear, module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in taken:
+            del module.forward
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return onednn_linear(x, module.weight, module.bias)

@@ -8,23 +8,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from satlens.accumulators import NLL, Accumulator
 from satlens.architectures.steps import State, begin, normed, step
 from satlens.errors import SatlensError
 from satlens.interventions import Edit
-from satlens.metrics import chunked_nll, onednn_linear, onednn_serves
+from satlens.metrics import chunked_nll, onednn_linears
 from satlens.sites import Sites
 from satlens.tokens import Batch
 
 CLEAN = "clean"
-SMALLEST_ONEDNN = 64
-"""Output width from which a linear map gains from oneDNN; a gate projection, one output a head, does not."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +62,7 @@ def stream(
     clean = [c for c in conditions if not c.edits]
     edited = sorted((c for c in conditions if c.edits), key=lambda c: -_start(c))
     passes = 0
-    with torch.no_grad(), _onednn(bridge.original_model):
+    with torch.no_grad(), onednn_linears(bridge.original_model):
         for batch in batches:
             placed = batch.to(next(bridge.original_model.parameters()).device)
             states, nll = _clean_pass(bridge, sites, placed, clean, edited)
@@ -76,30 +73,6 @@ def stream(
                 break
     for condition in edited:
         _check(condition, passes)
-
-
-@contextmanager
-def _onednn(model: nn.Module) -> Iterator[None]:
-    """The model's linear maps by oneDNN for as long as the pass lasts, where that serves; hooks fire as ever."""
-    taken = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear
-        and "forward" not in vars(module)  # somebody else's replacement stays
-        and module.out_features >= SMALLEST_ONEDNN
-        and onednn_serves(module.weight)
-    ]
-    for module in taken:
-        module.forward = partial(_linear, module)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module in taken:
-            del module.forward
-
-
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return onednn_linear(x, module.weight, module.bias)
 
 
 def nll_of(bridge: Any, residual: Tensor, batch: Batch) -> Tensor:

@@ -156,3 +156,27 @@ def test_discrete_intervals_end_on_observed_values():
 def test_what_cannot_be_resampled_is_refused(call):
     with pytest.raises(SatlensError):
         call()
+
+
+def test_median_interval_is_that_of_medians_of_repeated_documents():
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=(9, 2))
+    values[4, 1] = np.nan
+    weights = bootstrap.document_weights(9, 300, 1)
+    got = bootstrap.median_interval(values, weights)
+    for column in range(2):
+        known = ~np.isnan(values[:, column])
+        slow = [
+            np.median(np.repeat(values[known, column], row[known])) for row in weights if row[known].any()
+        ]
+        np.testing.assert_allclose(got.estimate[column], np.median(values[known, column]))
+        np.testing.assert_allclose(got.low[column], np.quantile(slow, 0.025))
+        np.testing.assert_allclose(got.high[column], np.quantile(slow, 0.975))
+
+
+def test_median_of_one_document_has_no_interval():
+    assert bootstrap.median_interval(np.array([2.0, np.nan]), bootstrap.document_weights(2, 100, 0)) == (
+        2.0,
+        None,
+        None,
+    )

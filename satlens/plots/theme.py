@@ -146,7 +146,7 @@ def series(
             x=np.concatenate([layers[known], layers[known][::-1]]),
             y=np.concatenate([top[known], bottom[known][::-1]]),
             fill="toself",
-            fillcolor=_rgba(colour, 0.18),
+            fillcolor=rgba(colour, 0.18),
             mode="lines",
             line={"width": 0},
             hoverinfo="skip",
@@ -314,6 +314,7 @@ def heatmap(
     )
 
 
-def _rgba(colour: str, opacity: float) -> str:
+def rgba(colour: str, opacity: float) -> str:
+    """A hex colour seen through: for bands."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"

@@ -1,0 +1,144 @@
+"""The verb `reference-causal` end to end on a tiny pair: files, figures, failures, mistakes."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from analyses import reference_causal
+from analyses.figures.reference_causal import FIGURES, NEEDS
+from satlens.cli import main
+from satlens.errors import SatlensError
+from satlens.run import open_run, verify
+from tests.tiny import documents
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny SATFormer and its twin with documents long enough to be measured, on disk."""
+    from safetensors.torch import save_file
+
+    from satlens.hf import MODELS
+    from satlens.training.tokenizer import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("causal")
+    texts_ = [" ".join(documents(12)[i : i + 4]) for i in range(8)]
+    text = folder / "texts.jsonl"
+    text.write_text(
+        "\n".join(json.dumps({"text": t, "source": f"doc{i}"}) for i, t in enumerate(texts_)) + "\n"
+    )
+    tokenizer = train_tokenizer(texts_, 340, folder / "tokenizer")
+    paths = {}
+    for kind, width in (("SATFormer", 48), ("transformer", 48), ("wider", 64)):
+        model_type = kind if kind in MODELS else "transformer"
+        torch.manual_seed(3)
+        config = MODELS[model_type].config_class(
+            hidden_size=32, num_hidden_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=width,
+            vocab_size=len(tokenizer), max_position_embeddings=128, qk_norm=True, initializer_range=0.25,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        model = MODELS[model_type](config)
+        path = folder / kind.lower()
+        path.mkdir()
+        config.save_pretrained(path)
+        tensors = {k: v.clone() for k, v in model.state_dict().items() if k != "lm_head.weight"}
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        tokenizer.save_pretrained(path)
+        paths[kind] = path
+    return SimpleNamespace(folder=folder, text=text, **paths)
+
+
+def call(place, capsys, *argv):
+    common = ("--text", str(place.text), "--runs", str(place.folder / "runs"), "--resamples", "100")
+    code = main(["reference-causal", *map(str, argv), *common])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+EVERYTHING = (
+    "dose",
+    "prediction",
+    "replacement",
+    "recovery",
+    "co-removal",
+    "gate",
+    "noise",
+    "ladder",
+    "twin",
+)
+
+
+def test_the_verb_runs_every_experiment_and_draws_every_figure(place, capsys):
+    code, out, err = call(
+        place, capsys, place.SATFormer, "--layers", 1, 2, "--alphas", 0, 1, 2, "--twins", 1,
+        "--experiments", *EVERYTHING,
+    )  # fmt: skip
+    assert code == 0, err
+    run = open_run(out.strip())
+    assert verify(run) == [] and run.manifest.verb == "carried-causal"
+    assert set(run.figures) == set(FIGURES) and set(NEEDS) == set(FIGURES)
+    assert run.manifest.summary["failed"] == {}
+    assert set(run.tables["twin"]["twin"]) and run.tables["dose"]["n_documents"].unique() == [4]
+    assert run.manifest.data["digest"] != run.manifest.data["fit_digest"]
+    stored, table = run.tensors["dose_by_document"], run.tables["dose"]
+    again = stored["kl_far"][1:].sum(1) / stored["count_far"].sum()
+    np.testing.assert_allclose(again, table["kl_far"])
+    for name, figure in run.figures.items():
+        assert "caption" in figure["layout"]["meta"], name
+
+
+def test_the_same_seed_gives_the_same_bytes(place, capsys):
+    flags = ("--layers", 1, "--alphas", 0, "--experiments", "dose", "noise")
+    runs = [open_run(call(place, capsys, place.SATFormer, *flags)[1].strip()) for _ in range(2)]
+    digests = [{a.path: a.sha256 for a in run.manifest.artifacts} for run in runs]
+    assert digests[0] == digests[1]
+
+
+def test_a_failed_experiment_costs_no_other(place, capsys, monkeypatch):
+    def fails(bench):
+        raise SatlensError("37 values of resid in layer 2 are not finite")
+
+    monkeypatch.setitem(reference_causal.EXPERIMENTS, "replacement", fails)
+    code, out, err = call(
+        place,
+        capsys,
+        place.transformer,
+        "--layers",
+        1,
+        "--alphas",
+        0,
+        "--experiments",
+        "replacement",
+        "recovery",
+    )
+    assert code == 1 and out == ""
+    assert "37 values of resid in layer 2 are not finite" in err
+    path = err.strip().rsplit("is in ", 1)[1].rstrip(")")
+    run = open_run(path)
+    assert "recovery" in run.tables and "replacement" not in run.tables
+    assert run.manifest.summary["failed"] == {"replacement": "37 values of resid in layer 2 are not finite"}
+
+
+def test_a_twin_of_another_shape_is_the_users_mistake_and_loses_nothing(place, capsys):
+    code, _, err = call(
+        place, capsys, place.transformer, "--layers", 1, "--alphas", 0, "--experiments", "recovery", "twin",
+        "--twins", 0, "--twin-models", place.wider,
+    )  # fmt: skip
+    assert code == 2 and "wider is no twin of transformer: gates a layer 64, not 48" in err
+    assert "recovery" in open_run(err.strip().rsplit("is in ", 1)[1].rstrip(")")).tables
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--layers", "9"), "layers 0 to 3, there is no layer 9"),
+        (("--draws", "3"), "use at least 8"),
+        (("--experiments", "gate"), "has no gate on first-layer values"),
+        (("--experiments", "twin", "--twins", "0"), "needs --twins of at least 1"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_measured(place, capsys, argv, words):
+    code, out, err = call(place, capsys, place.transformer, *argv)
+    assert (code, out) == (2, "") and words in err

@@ -24,8 +24,7 @@ from satlens.log import progress
 from satlens.reading import Reading, begin_run, process_place, start_processes
 from satlens.run import Run, measured
 
-VERB = "carried"
-"""What its runs are called: ``reference`` is the report's section on the models."""
+VERB = "reference"
 UNITS = {
     "share": "of the stream's norm",
     "stream_norm": "length",
@@ -83,7 +82,8 @@ def run(config: Config) -> Path | None:
 
 def finish(out: Run, reader: Any, sets: Any, statics: Any, reading: Reading) -> Path:
     """Write tables with intervals, tensors and figures, and make the run whole."""
-    from analyses.figures import carried, carried_sources
+    from analyses.figures import reference as main_figures
+    from analyses.figures import reference_sources
     from satlens.carried.statics import tables
 
     made = tables(statics, reading.resamples, reading.seed)
@@ -105,8 +105,8 @@ def finish(out: Run, reader: Any, sets: Any, statics: Any, reading: Reading) -> 
         "block": statics.entries[0].block,
         "value_gate": reader.value_reads[0].activation if reader.value_reads else None,
     }
-    needs = {**carried.NEEDS, **carried_sources.NEEDS}
-    for name, figure in {**carried.FIGURES, **carried_sources.FIGURES}.items():
+    needs = {**main_figures.NEEDS, **reference_sources.NEEDS}
+    for name, figure in {**main_figures.FIGURES, **reference_sources.FIGURES}.items():
         if all(len(made.get(table, ())) for table in needs.get(name, ())):
             out.figure(name, figure(made, info))
     facts = data_facts(sets, reading)

@@ -26,7 +26,7 @@ from satlens.log import progress, say
 from satlens.reading import Reading, begin_run, process_place
 from satlens.run import Run, measured
 
-VERB = "carried-causal"
+VERB = "reference-causal"
 Experiment = Literal[
     "dose", "prediction", "replacement", "recovery", "co-removal", "gate", "noise", "window", "ladder", "twin"
 ]

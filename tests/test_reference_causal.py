@@ -77,7 +77,7 @@ def test_the_verb_runs_every_experiment_and_draws_every_figure(place, capsys):
     )  # fmt: skip
     assert code == 0, err
     run = open_run(out.strip())
-    assert verify(run) == [] and run.manifest.verb == "carried-causal"
+    assert verify(run) == [] and run.manifest.verb == "reference-causal"
     assert set(run.figures) == set(FIGURES) and set(NEEDS) == set(FIGURES)
     assert run.manifest.summary["failed"] == {}
     assert set(run.tables["twin"]["twin"]) and run.tables["dose"]["n_documents"].unique() == [4]

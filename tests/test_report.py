@@ -47,7 +47,7 @@ def test_sections_stand_in_reading_order_and_every_link_leads_somewhere(tmp_path
     runs = [make(tmp_path, verb) for verb in ("zebra", "doctor", "lens", "ablate", "gates", "reference")]
     text = assemble([*runs, runs[0]], tmp_path / "out").read_text()
     headings = re.findall(r"<h2>(\w+): SAT&lt;i&gt;</h2>", text)
-    assert headings == ["reference", "gates", "ablate", "lens", "doctor", "zebra"]
+    assert headings == ["gates", "ablate", "lens", "reference", "doctor", "zebra"]
     targets = set(re.findall(r'href="#([^"]+)"', text))
     assert len(targets) == 7 and targets <= set(re.findall(r'id="([^"]+)"', text))
 

@@ -126,7 +126,7 @@ def _asked(run: FinishedRun) -> str:
     if manifest.seed is not None:
         words.append(f"seed {manifest.seed}")
     # a run made from a notebook or a script has no command of its own
-    if manifest.argv and manifest.argv[0] in (manifest.verb.split("-")[0], "suite"):
+    if manifest.argv and manifest.argv[0] in (manifest.verb, manifest.verb.split("-")[0], "suite"):
         words.append(f"command: satlens {' '.join(manifest.argv)}")
     return "; ".join(words) + "."
 

@@ -1,10 +1,23 @@
 """The fixed parts of a report: style sheet, skeleton, the question behind each verb and the glossary."""
 
-ORDER = ("reference", "gates", "ablate", "lens", "sae", "judge", "sae-label", "categories", "flow", "doctor")
+ORDER = (
+    "gates",
+    "ablate",
+    "lens",
+    "sae",
+    "judge",
+    "sae-label",
+    "categories",
+    "flow",
+    "reference",
+    "reference-causal",
+    "reference-development",
+    "reference-scan",
+    "doctor",
+)
 """Sections in reading order; other verbs follow by name."""
 
 QUESTIONS = {
-    "reference": "What are the models, how were they trained and how well do they predict?",
     "gates": "Where, how strongly and how selectively do the gates let V1 in?",
     "ablate": "What does the model lose when a gate is replaced?",
     "lens": "From which depth is the next token readable, and where does one model overtake the other?",
@@ -13,6 +26,10 @@ QUESTIONS = {
     "sae-label": "Which V1 latents survive the funnel, and what are they?",
     "categories": "Does the gate let some kinds of V1 features in more than others?",
     "flow": "Which V1 latents does each head re-read, and what do they do to the logits?",
+    "reference": "On what do gates rest: a bias of their own, or their coupling to the mean the stream carries?",
+    "reference-causal": "What happens to gates and predictions when the carried direction is changed?",
+    "reference-development": "When in training do gates come to rest on the carried direction?",
+    "reference-scan": "Do gates rest on the carried direction in other models too?",
     "doctor": "Can the measurements on this model be trusted?",
 }
 

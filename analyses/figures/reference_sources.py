@@ -5,7 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from analyses.figures.carried import Info, Tables, clear_of_titles, errors, layers, line, subtitle, words
+from analyses.figures.reference import Info, Tables, clear_of_titles, errors, layers, line, subtitle, words
 from satlens.plots import theme
 
 GREY = "#9aa0ab"

@@ -39,9 +39,9 @@ def finished(folder: Path, tokenizer: Path, text: Path) -> FinishedRun:
     return open_run(path)
 
 
-def test_the_run_is_whole_and_called_carried(finished):
+def test_the_run_is_whole_and_named_after_the_verb(finished):
     assert verify(finished) == []
-    assert finished.manifest.verb == "carried"
+    assert finished.manifest.verb == "reference"
     assert finished.manifest.data["n_documents"] == 4
     assert finished.manifest.data["fit_digest"] != finished.manifest.data["digest"]
     assert finished.manifest.summary["linearity_error"] < 1e-5

@@ -1,10 +1,16 @@
-"""On what do MLP gates rest: the carried mean direction of the stream, how gates couple to it, and where it comes from.
+"""On what do MLP gates rest: the carried mean direction of the stream, how gates couple to it, and what writes it.
 
-The static part of the paper on carried reference directions (spec part B), in one pass over documents that fit the
-means and one over documents that are evaluated: stability, share of the stream and rotation of m^; mean writes of every
-block and their constant share; w.b against the gate's bias, duty and firing; what is parameters alone; rank nulls;
-geometry with nulls. SATFormer's own gate gets the same numbers, one row a layer and KV head. Any causal model that
-transformer-lens knows opens, from a local folder.
+The static part of the paper on carried reference directions. Documents stand one a row, at least 64 and at most 256
+tokens (--window for fewer), the first 16 never counted. One pass over the even documents fits the means, one over the
+odd ones measures the rest; intervals resample documents. No code in a model's folder is run.
+
+The run's tables, named after the rows of part B of the specification:
+    carried_object, _stability, _rotation        the mean m of each layer: share of the stream, norms, cosines
+    carried_writes, _sources, _constant_share    what every block's mean write adds to m, and how constant it is
+    carried_resting, _gates, _rank               w.b against the gate's bias, duty, firing; what orders duty, with nulls
+    carried_parameter_share, _ledger             what part of b is parameters, through the norm that the gate reads
+    carried_geometry                             m against first-token, sink and outlier directions, with nulls
+    carried_value_gates                          SATFormer's own gates, one row a layer and KV head
 
 Examples:
     satlens reference reference-satformer
@@ -43,7 +49,7 @@ class Config:
     """Flags of `satlens reference`."""
 
     model: tyro.conf.Positional[str] = "reference-satformer"
-    """A model's folder, or a shipped name."""
+    """Any causal model that transformer-lens knows, as a local folder, or a shipped name."""
     layers: tuple[int, ...] = ()
     """Layers whose gates and geometry are tabled; left out, all layers and four depths."""
     same_docs: bool = False
@@ -83,7 +89,7 @@ def run(config: Config) -> Path | None:
 def finish(out: Run, reader: Any, sets: Any, statics: Any, reading: Reading) -> Path:
     """Write tables with intervals, tensors and figures, and make the run whole."""
     from analyses.figures import reference as main_figures
-    from analyses.figures import reference_sources
+    from analyses.figures import reference_own_gates, reference_sources
     from satlens.carried.statics import tables
 
     made = tables(statics, reading.resamples, reading.seed)
@@ -104,9 +110,11 @@ def finish(out: Run, reader: Any, sets: Any, statics: Any, reading: Reading) -> 
         "gate_bias": reader.reads[0].bias is not None,
         "block": statics.entries[0].block,
         "value_gate": reader.value_reads[0].activation if reader.value_reads else None,
+        "weights": reader.facts.get("weights"),
     }
-    needs = {**main_figures.NEEDS, **reference_sources.NEEDS}
-    for name, figure in {**main_figures.FIGURES, **reference_sources.FIGURES}.items():
+    figures = {**main_figures.FIGURES, **reference_own_gates.FIGURES, **reference_sources.FIGURES}
+    needs = {**reference_own_gates.NEEDS, **reference_sources.NEEDS}
+    for name, figure in figures.items():
         if all(len(made.get(table, ())) for table in needs.get(name, ())):
             out.figure(name, figure(made, info))
     facts = data_facts(sets, reading)
@@ -184,12 +192,13 @@ def headline(made: dict[str, pd.DataFrame]) -> dict[str, Any]:
         f"layer_{layer}_resting": _measured(middle, "resting", "pre-activation"),
         f"layer_{layer}_coupling": _measured(middle, "coupling", "pre-activation"),
         f"layer_{layer}_bias": float(middle["bias"]),
-        f"layer_{layer}_dominance": _measured(middle, "dominance", "share of gates"),
         f"layer_{layer}_duty": _measured(middle, "duty", "mean gate"),
         f"layer_{layer}_share": _measured(object_row, "share", "of the stream's norm"),
         f"layer_{layer}_rank_of_random_directions": float(random.max()),
         "linearity_error": float(resting["linearity_error"].max()),
     }
+    if pd.notna(middle["ratio"]):  # without biases every coupling outweighs them
+        out[f"layer_{layer}_dominance"] = _measured(middle, "dominance", "share of gates")
     if "carried_value_gates" in made:
         heads = made["carried_value_gates"]
         out["value_gates"] = len(heads)

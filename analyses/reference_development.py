@@ -1,10 +1,10 @@
 """When do MLP gates come to rest on the carried direction: all static statistics over training checkpoints.
 
-Beside them stands an induction score, which says when the model learns to copy (spec part B, development). Runs of
-different arms (GELU with bias or SwiGLU, attention on or off, several seeds) are laid over each other. A run is a
-folder of `satlens train`, or one of checkpoints named by their steps. Each checkpoint's numbers are kept as they come,
-in a folder beside the runs: the same command started again goes on where it stopped. A checkpoint that cannot be
-measured is a row with the reason.
+Beside them stand the loss on the same documents and an induction score, which says when the model learns to copy:
+the paper's development study (spec part B, development). Runs of different arms (GELU with bias or SwiGLU, attention
+on or off, several seeds) are laid over each other. A run is a folder of `satlens train`, or one of checkpoints named
+by their steps. Each checkpoint's numbers are kept as they come, in a folder beside the runs: the same command started
+again goes on where it stopped. A checkpoint that cannot be measured is a row with the reason.
 
 Examples:
     satlens reference-development runs/development/gelu-42 runs/development/gelu-noattn-42
@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import pandas as pd
 import tyro
 
@@ -28,17 +27,6 @@ from satlens.reading import Reading, begin_run, process_place
 VERB = "reference-development"
 LEFT_OUT = ("carried_gates",)
 """Tables of single gates are not kept for every checkpoint."""
-QUANTITIES = {
-    "coupling": "development",
-    "resting": "development",
-    "duty_median": "development",
-    "share": "development",
-    "induction": "induction",
-    "loss_drop": "induction",
-}
-"""Quantities whose order in time is asked for, and the table each is in."""
-LEAST_CHANGE = 0.05
-"""A quantity that ends less than this from where it began (in its own unit) went nowhere: it has no half way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +67,8 @@ def run(config: Config) -> Path | None:
     if process_place()[1] > 1:
         raise UserError(f"{VERB} runs in one process: start one a run, then one that names them all")
     runs = [read_run(folder) for folder in config.training]
+    if config.tokenizer is None and (bare := [run.name for run in runs if run.tokenizer is None]):
+        raise UserError(f"{bare[0]} has no tokenizer yet: give --tokenizer")
     out = begin_run(VERB, config, config.reading)
     assert out is not None
     tables: dict[str, list[dict[str, Any]]] = {"checkpoints": []}
@@ -109,10 +99,7 @@ def measure(training: Any, checkpoint: Any, config: Config) -> dict[str, list[di
     from satlens.carried.pieces import piece
 
     reading = config.reading
-    tokenizer = config.tokenizer or training.tokenizer
-    if tokenizer is None:
-        raise UserError(f"{training.name} has no tokenizer yet: give --tokenizer")
-    reader = open_reader(str(checkpoint.path), reading, tokenizer)
+    reader = open_reader(str(checkpoint.path), reading, config.tokenizer or training.tokenizer)
     sets = documents(reader, reading, same=config.same_docs)
     identity = {
         "verb": VERB,
@@ -142,6 +129,7 @@ def measure_one(reader: Any, sets: Any, config: Config) -> dict[str, list[dict[s
     kept = {name: table for name, table in made.items() if name not in LEFT_OUT}
     kept["development"] = layer_rows(made, reader.n_layers)
     kept["induction"] = induction_row(reader, config)
+    kept["loss"] = loss_row(reader, sets.evaluate, reading)
     facts = {
         "digest": reader.facts["digest"],
         "architecture": reader.facts["architecture"],
@@ -172,13 +160,28 @@ def induction_row(reader: Any, config: Config) -> pd.DataFrame:
         "nll_first": float(found.first.mean()),
         "nll_second": float(found.second.mean()),
         "n_predictions": found.n_predictions,
+        "chance": found.chance,
     }
     return pd.DataFrame([row])
+
+
+def loss_row(reader: Any, documents: Any, reading: Reading) -> pd.DataFrame:
+    """One row: NLL of the evaluated documents, with its interval over them."""
+    from satlens.bootstrap import document_weights, ratio_interval
+    from satlens.carried.held_out import held_out_nll
+    from satlens.carried.mean import columns
+
+    sums, counts = held_out_nll(reader, documents, reading.batch_size)
+    weights = document_weights(len(counts), reading.resamples, reading.seed + 1)
+    return pd.DataFrame(
+        [{**columns("loss", ratio_interval(sums, counts, weights)), "n_predictions": int(counts.sum())}]
+    )
 
 
 def finish(out: Any, tables: dict[str, pd.DataFrame], runs: list[Any], config: Config) -> Path:
     """Write tables and figures, and make the run whole."""
     from analyses.figures.reference_development import FIGURES
+    from satlens.carried.order import LEAST_CHANGE, LEAST_OF_OTHERS, order_table
     from satlens.carried.summary import UNITS
 
     checkpoints, gates = tables["checkpoints"], tables["development"]
@@ -187,9 +190,11 @@ def finish(out: Any, tables: dict[str, pd.DataFrame], runs: list[Any], config: C
     layer = n_layers // 2 if config.layer is None else config.layer
     if layer not in set(gates["layer"]):
         raise UserError(f"no layer {layer}: these models have layers 0 to {n_layers - 1}")
-    tables["order"] = order_table(tables, layer)
+    arms = [{"run": training.name, **_arm(training)} for training in runs]
+    tables["order"] = order_table(tables, layer, {arm["run"] for arm in arms if not arm["attention"]})
     units = {
         **UNITS,
+        "loss": "nats per token",
         "induction": "attention",
         "loss_drop": "nats per token",
         "tokens_seen": "training tokens",
@@ -197,13 +202,13 @@ def finish(out: Any, tables: dict[str, pd.DataFrame], runs: list[Any], config: C
     for name, table in tables.items():
         out.table(name, table, {column: unit for column, unit in units.items() if column in table})
     first = measured.iloc[0]
-    arms = [{"run": training.name, **_arm(training)} for training in runs]
     looks = [tuple(arm[key] for key in ("mlp", "attention", "seed")) for arm in arms]
     info = {
         "runs": [{**arm, "distinct": len(set(looks)) == len(looks)} for arm in arms if arm["run"] in set(gates["run"])],
         "layer": layer,
         "n_layers": n_layers,
-        "least_change": LEAST_CHANGE,
+        "least_change": {"others": LEAST_OF_OTHERS, **LEAST_CHANGE},
+        "chance": float(tables["induction"]["chance"].iloc[0]),
         "n_tokens": int(first["n_tokens"]),
         "n_documents": int(first["n_documents"]),
     }  # fmt: skip
@@ -218,50 +223,28 @@ def finish(out: Any, tables: dict[str, pd.DataFrame], runs: list[Any], config: C
     )
 
 
-def order_table(tables: dict[str, pd.DataFrame], layer: int) -> pd.DataFrame:
-    """For each run and quantity, the checkpoints between which it went half its way from step 0 to the end."""
-    rows = []
-    for run in tables["development"]["run"].unique():
-        for quantity, name in QUANTITIES.items():
-            table = tables[name]
-            table = table[table["run"] == run]
-            if name == "development":
-                table = table[table["layer"] == layer]
-            table = table.sort_values("step")
-            values = table[quantity].to_numpy(dtype=np.float64)
-            before, after = half_way(table["step"].to_numpy(), values)
-            rows.append((run, quantity, layer, before, after, values[0], values[-1]))
-    return pd.DataFrame(rows, columns=["run", "quantity", "layer", "before", "after", "first", "last"])
-
-
-def half_way(steps: np.ndarray, values: np.ndarray) -> tuple[int | None, int | None]:
-    """The last step at which a quantity was not yet beyond half of its change for good, and the step after it.
-
-    Nothing for one that changed by less than ``LEAST_CHANGE`` or is not known everywhere.
-    """
-    change = values[-1] - values[0]
-    if not abs(change) >= LEAST_CHANGE or np.isnan(values).any():
-        return None, None
-    behind = np.flatnonzero((values - values[0]) / change < 0.5)
-    return int(steps[behind[-1]]), int(steps[behind[-1] + 1])
-
-
 def headline(tables: dict[str, pd.DataFrame], layer: int) -> dict[str, Any]:
-    """Where each run ended, and whether its coupling went half its way before its induction score did."""
+    """Where each run ended, and whether its coupling or its induction score went half its way first."""
+    from satlens.carried.order import which_first
     from satlens.run import measured
 
     out: dict[str, Any] = {}
     for run, table in tables["development"].groupby("run", sort=False):
         last = table[table["layer"] == layer].sort_values("step").iloc[-1]
-        copying = tables["induction"]
-        copying = copying[copying["run"] == run].sort_values("step").iloc[-1]
-        for name, row in (("coupling", last), ("duty_median", last), ("share", last), ("induction", copying)):
+        loss, copying = (_last(tables[name], str(run)) for name in ("loss", "induction"))
+        ends = {
+            "loss": loss,
+            **dict.fromkeys(("coupling", "duty_median", "share"), last),
+            "induction": copying,
+        }
+        for name, row in ends.items():
             out[f"{run}_{name}"] = measured(row[name], row[f"{name}_low"], row[f"{name}_high"])
-        order = tables["order"].set_index(["run", "quantity"])
-        first, second = (order.loc[(run, name)] for name in ("coupling", "induction"))
-        if pd.notna(first["after"]) and pd.notna(second["before"]):
-            out[f"{run}_coupling_first"] = bool(first["after"] <= second["before"])
+        out[f"{run}_first"] = which_first(tables["order"], str(run))
     return out
+
+
+def _last(table: pd.DataFrame, run: str) -> pd.Series:
+    return table[table["run"] == run].sort_values("step").iloc[-1]
 
 
 def _arm(training: Any) -> dict[str, Any]:

@@ -64,9 +64,8 @@ def run(config: Config) -> Path | None:
     out = begin_run(VERB, config, config.reading)
     assert out is not None
     scans, models = [], []
-    for model in config.models:
-        name = Path(model).name
-        rows, reason = attempt(name, partial(measure, model, config))
+    for model, name in labels(config.models).items():
+        rows, reason = attempt(name, partial(measure, model, name, config))
         scans += rows.get("scan", [])
         models += rows.get("models", [])
         if reason:
@@ -78,40 +77,66 @@ def run(config: Config) -> Path | None:
     return finish(out, pd.DataFrame(scans), pd.DataFrame(models), config)
 
 
-def measure(model: str, config: Config) -> dict[str, list[dict[str, Any]]]:
-    """Rows of ``scan`` and ``models`` for one model and its twins.
+def labels(models: tuple[str, ...]) -> dict[str, str]:
+    """What each model is called: its folder's name, with as many folders above it as tell it from the others."""
+    parts = {model: Path(model).parts for model in models}
+    names = {model: Path(model).name for model in models}
+    for depth in range(2, 1 + max(map(len, parts.values()))):
+        taken = list(names.values())
+        names = {
+            model: "/".join(parts[model][-depth:]) if taken.count(name) > 1 else name
+            for model, name in names.items()
+        }
+    return names
+
+
+def measure(model: str, name: str, config: Config) -> dict[str, list[dict[str, Any]]]:
+    """Rows of ``scan`` and ``models`` for one model, called ``name``, and its twins.
 
     Raises:
         UserError, SatlensError: the model, its tokenizer or the documents cannot be used.
     """
     from satlens.carried.documents import documents
-    from satlens.carried.opening import open_reader, twin
-    from satlens.carried.pieces import piece
+    from satlens.carried.opening import open_reader
+    from satlens.carried.pieces import attempt
 
     reading = config.reading
     reader = open_reader(model, reading)
     sets = documents(reader, reading, same=config.same_docs)
     rows: dict[str, list[dict[str, Any]]] = {"scan": [], "models": []}
     for number in range(config.twins + 1):
-        subject = reader if number == 0 else twin(reader, number)
-        identity = {
-            "verb": VERB,
-            "name": subject.name,
-            "weights": reader.facts["digest"],
-            "twin": number,
-            "documents": [sets.fit.digest(), sets.evaluate.digest()],
-            "depths": config.depths,
-            "precision": reading.dtype,
-            "seed": reading.seed,
-            "resamples": reading.resamples,
-        }
-        measured = partial(measure_one, subject, sets, config)
-        found, old = piece(reading.runs / "pieces", identity, measured)
-        say(f"{subject.name}: {'kept from before' if old else 'measured'}")
+        called = f"{name} twin {number}" if number else name
+        kept = partial(measure_kept, called, reader, number, sets, config)
+        found, reason = attempt(called, kept) if number else (kept(), "")
+        found = found or {table: [{"status": "failed", "reason": reason}] for table in rows}
         for table, part in found.items():
-            rows[table] += [{**row, "twin": number or None} for row in part]
-    del reader, subject
+            rows[table] += [{"model": called, **row, "twin": number or None} for row in part]
+    del reader
     gc.collect()
+    return rows
+
+
+def measure_kept(
+    called: str, reader: Any, number: int, sets: Any, config: Config
+) -> dict[str, list[dict[str, Any]]]:
+    """Rows of a model, or of its ``number``-th twin, from the folder of pieces if they are there."""
+    from satlens.carried.opening import twin
+    from satlens.carried.pieces import piece
+
+    reading = config.reading
+    subject = twin(reader, number) if number else reader
+    identity = {
+        "verb": VERB,
+        "weights": reader.facts["digest"],
+        "twin": number,
+        "documents": [sets.fit.digest(), sets.evaluate.digest()],
+        "depths": config.depths,
+        "precision": reading.dtype,
+        "seed": reading.seed,
+        "resamples": reading.resamples,
+    }
+    rows, old = piece(reading.runs / "pieces", identity, partial(measure_one, subject, sets, config))
+    say(f"{called}: {'kept from before' if old else 'measured'}")
     return rows
 
 
@@ -124,7 +149,6 @@ def measure_one(reader: Any, sets: Any, config: Config) -> dict[str, list[dict[s
     statics = measure(reader, sets, reading.batch_size, depths(reader.n_layers, config.depths))
     table = layer_rows(layer_tables(statics, reading.resamples, reading.seed), reader.n_layers)
     facts = model_row(reader, statics, sets)
-    table.insert(0, "model", reader.name)
     table["status"], table["reason"] = "measured", ""
     return {"scan": table.to_dict("records"), "models": [{**facts, "status": "measured", "reason": ""}]}
 
@@ -133,7 +157,6 @@ def model_row(reader: Any, statics: Any, sets: Any) -> dict[str, Any]:
     """What a reader of the table must know of a model: what its gates are and how its block is laid out."""
     read, entry = reader.reads[0], statics.entries[0]
     return {
-        "model": reader.name,
         "architecture": reader.facts["architecture"],
         "digest": reader.facts["digest"],
         "n_parameters": reader.facts.get("n_parameters"),
@@ -146,6 +169,7 @@ def model_row(reader: Any, statics: Any, sets: Any) -> dict[str, Any]:
         "gate_bias": read.bias is not None,
         "block": entry.block,
         "norm": None if entry.norm is None else entry.norm.name,
+        "weights": reader.facts.get("weights"),
         "n_fit": sets.fit.n_documents,
         "n_documents": sets.evaluate.n_documents,
         "n_tokens": int(sets.evaluate.far_counts.sum()),
@@ -164,7 +188,7 @@ def finish(out: Any, scan: pd.DataFrame, models: pd.DataFrame, config: Config) -
     measured = models[models["status"] == "measured"]
     first = measured.iloc[0]
     info = {
-        "n_models": len(measured),
+        "n_models": int(measured["twin"].isna().sum()),
         "n_failed": int((models["status"] == "failed").sum()),
         "n_tokens": int(first["n_tokens"]),
         "n_documents": int(first["n_documents"]),

@@ -1,9 +1,9 @@
-"""Everything about one model on one page: gates, ablations, logit lens, V1 dictionaries and self-checks, with a report.
+"""Everything about one model on one page: gates, ablations, logit lens, V1 dictionaries, carried direction, checks.
 
 One pass over calibration documents finds the constants of the ablations; one pass over the scored documents serves
 gates, lens and every ablation together; a baseline, if any, is read once on the same tokens. Then dictionaries of V1
 are trained, for the baseline too, labelled by the rules judge, which is calibrated beside, and followed into the gates
-and heads. Started again, finished dictionaries are kept.
+and heads. Last, the carried direction that gates rest on. Started again, finished dictionaries are kept.
 
 Examples:
     satlens suite
@@ -17,9 +17,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from analyses import ablate, categories, doctor, flow, gates, lens
+from analyses import ablate, categories, doctor, flow, gates, lens, reference
 from sae import calibrate_command, label_command, train_command
 from sae.labels import open_labels
+from satlens.errors import UserError
 from satlens.log import say
 from satlens.plots.export import export_runs
 from satlens.reading import (
@@ -105,6 +106,8 @@ def run(config: Config) -> list[Path] | None:
         )
     elif config.sae_tokens:
         runs += describe_v1(config, baseline_name, runs[0] if gated else None)
+    if process_place()[1] == 1:
+        runs += rest(config)
     small = dataclasses.replace(config.reading, tokens=2000)
     runs.append(doctor.run(doctor.Config(model=config.model, reading=small)))
     page = assemble(runs, config.out)
@@ -181,6 +184,16 @@ def describe_v1(config: Config, baseline: str | None, gates_run: Path | None) ->
     )
     traced = flow.run(first)
     return runs if traced is None else [*runs, traced]
+
+
+def rest(config: Config) -> list[Path]:
+    """On what the model's gates rest; nothing where no document is long enough to say."""
+    try:
+        made = reference.run(reference.Config(model=config.model, reading=config.reading))
+    except UserError as error:
+        say(f"note: the carried direction is left out: {error}")
+        return []
+    return [] if made is None else [made]
 
 
 def _measure(

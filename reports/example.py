@@ -8,6 +8,7 @@ import argparse
 import json
 from pathlib import Path
 
+import carried
 import pandas as pd
 import v1
 
@@ -19,9 +20,10 @@ from satlens.run import FinishedRun, open_run
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "reports" / "example"
-BEGIN, BEGIN_V1, END = (
+BEGIN, BEGIN_V1, BEGIN_CARRIED, END = (
     "<!-- measured: reports/example.py -->",
     "<!-- measured: reports/v1.py -->",
+    "<!-- measured: reports/carried.py -->",
     "<!-- /measured -->",
 )
 
@@ -39,6 +41,9 @@ def main() -> None:
     )
     parser.add_argument("--check-tokens", type=int, default=20_000, help="text tokens for checks of the flow")
     parser.add_argument(
+        "--carried-tokens", type=int, default=8_000, help="text tokens for changes of the carried direction"
+    )
+    parser.add_argument(
         "--judge-url", help="an OpenAI-compatible endpoint whose judge is calibrated and asked too"
     )
     parser.add_argument(
@@ -48,12 +53,18 @@ def main() -> None:
     if not given.reuse:
         measure(given.tokens, given.head_tokens, given.runs)
         v1.describe(given.runs, given.check_tokens)
+        carried.describe(given.runs, given.carried_tokens)
     if given.judge_url:
         v1.ask(given.runs, given.judge_url, given.judge_limit)
     runs, of_v1 = newest(given.runs), v1.newest(given.runs)
-    every = [run.path for run in (*runs.values(), *v1.shown(of_v1))]
+    of_carried = carried.newest(given.runs)
+    every = [run.path for run in (*runs.values(), *v1.shown(of_v1), *of_carried)]
     assemble(every, OUT, static=True, title="satlens: the reference pair")
-    blocks = {BEGIN: measured(runs, runs["heads"]), BEGIN_V1: v1.block(of_v1)}
+    blocks = {
+        BEGIN: measured(runs, runs["heads"]),
+        BEGIN_V1: v1.block(of_v1),
+        BEGIN_CARRIED: carried.block(of_carried),
+    }
     (OUT / "numbers.md").write_text("\n".join(blocks.values()), encoding="utf-8")
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")

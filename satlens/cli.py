@@ -42,9 +42,9 @@ def verbs() -> dict[str, str]:
 def overview(group: str = "") -> str:
     """What `satlens --help` prints; `group` keeps only the verbs that begin with that word."""
     lines = ["usage: satlens VERB [flags]      satlens VERB --help for flags and examples", ""]
-    for verb, module in verbs().items():
-        if not group or verb.split()[0] == group:
-            lines.append(f"  {verb:<16} {_first_line(module)}")
+    shown = {verb: module for verb, module in verbs().items() if not group or verb.split()[0] == group}
+    width = max(map(len, shown))
+    lines += [f"  {verb:<{width}} {_first_line(module)}" for verb, module in shown.items()]
     lines += [
         "",
         "exit codes: 0 done, 1 failed, 2 your mistake (the message says what to do), 130 interrupted",

@@ -1,5 +1,6 @@
 """The verbs end to end on a tiny trained-from-nothing pair: files, tables against slow sums, figures, report."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -12,11 +13,13 @@ import pandas as pd
 import pytest
 import torch
 
+from analyses import suite
 from analyses.gates import variation_across_heads
 from analyses.lens import first_lasting_lead
 from satlens.checkpoint import load_model, load_tokenizer
 from satlens.cli import main
 from satlens.errors import UserError
+from satlens.reading import Reading
 from satlens.run import open_run, verify
 from tests.tiny import documents, plain_nll, write_pair, write_texts
 
@@ -204,6 +207,15 @@ def test_suite_measures_everything_once_and_writes_the_page(place, capsys):
     mine = runs[1].tables["ablation"]
     mine = mine[mine["scope"] == "layer"].reset_index(drop=True)
     pd.testing.assert_frame_equal(mine, alone.tables["ablation"], check_exact=False, atol=1e-7)
+
+
+def test_the_suite_says_on_what_gates_rest_where_documents_are_long_enough(place, tmp_path, capsys):
+    small = Reading(tokens=2000, resamples=100, runs=tmp_path)
+    (made,) = suite.rest(suite.Config(model="reference-transformer", reading=small))
+    assert open_run(made).manifest.verb == "reference"
+    short = dataclasses.replace(small, text=place.text)
+    assert suite.rest(suite.Config(model=str(place.SATFormer), reading=short)) == []
+    assert "the carried direction is left out" in capsys.readouterr().err
 
 
 def test_two_processes_equal_one(place, capsys):

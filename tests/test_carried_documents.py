@@ -106,3 +106,12 @@ def test_padding_content_is_read_by_no_real_position(make_model):
     documents = [np.arange(1, 20), np.arange(1, 30)]
     one, other = rows_of(documents, np.arange(2), pad=0), rows_of(documents, np.arange(2), pad=33)
     assert torch.equal(reader.run(one.input_ids)[one.real], reader.run(other.input_ids)[other.real])
+
+
+@pytest.mark.parametrize(("n", "words"), [(1, "a single document"), (3, "sets of one"), (4, "")])
+def test_too_few_documents_for_an_interval_are_told(n, words, capsys):
+    ids = tuple(np.arange(64, dtype=np.int64) for _ in range(n))
+    found = split(DocumentSet(ids=ids, names=("d",) * n, kinds=("d",) * n))
+    said = capsys.readouterr().err
+    assert (words in said and "no interval" in said) if words else said == ""
+    assert min(found.fit.n_documents, found.evaluate.n_documents) == max(1, n // 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from satlens.bootstrap import document_weights
-from satlens.carried.induction import attention_to_successor, induction, repeated_ids
+from satlens.carried.induction import attention_to_successor, even_attention, induction, repeated_ids
 from satlens.carried.opening import read_model
 from satlens.errors import UserError
 
@@ -53,6 +53,7 @@ def test_planted_attention_gives_its_score(lead: int) -> None:
     found = attention_to_successor(planted(length, lead), length, lead)
     even = np.mean([1 / (t + 1) for t in range(lead + length, lead + 2 * length - 1)])
     torch.testing.assert_close(found, torch.tensor([1.0, 0.0, even, 0.5]).float().expand(2, 4))
+    assert even_attention(length, lead) == pytest.approx(even)
 
 
 def copier(shown: float, length: int = 8, d_vocab: int = 24) -> Any:

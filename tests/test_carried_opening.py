@@ -105,10 +105,10 @@ def test_nll_is_that_of_the_models_own_logits(planted):
     close(reader.nll(reader.run(rows.input_ids), rows), own, 1e-4)
 
 
-def test_opt_tensors_are_unfolded_per_row(planted):
-    made, reader = planted
-    if not made.style.layers.startswith("model.decoder"):
-        pytest.skip("only OPT flattens batch and position")
+@pytest.mark.parametrize("name", ["opt-pre", "opt-post"])  # the family that flattens batch and position
+def test_opt_tensors_are_unfolded_per_row(name):
+    made = plant(name)
+    reader = read_model(made.model, None)
     rows, shapes = rows_of(made), []
     reader.layers[0].fc1.register_forward_hook(lambda _, args, __: shapes.append(args[0].dim()))
     reader.run(rows.input_ids, [("read", 0, lambda x: shapes.append(x.shape) or None)])

@@ -132,11 +132,11 @@ def test_batch_size_and_merging_change_nothing():
     small = measure(reader, sets, batch_size=1)
 
     def two_processes(first: Any) -> Any:
-        from satlens.carried.sums import Sums
+        from satlens.carried.document_sums import Sums
 
         fresh = Sums(
-            reader, first_entries, made.documents, directions=first.directions, gates=bool(first.reads),
-            covariances=whole.geometry if first.directions is not None else (),
+            reader, first_entries, made.documents, means=first.means,
+            covariances=whole.geometry if first.means is not None else (),
         )  # fmt: skip
         first.merge(fresh.run(made.documents, 2, None, 1, 2))
         return first
@@ -226,8 +226,7 @@ def test_covariance_and_proxies_agree_with_the_streams(make_model):
         ]
         reader.run(torch.from_numpy(ids)[None], hooks)
     strided = np.concatenate([x[[t for t in range(SKIP, len(x)) if t % 4 == 0]] for x in streams[1]])
-    mean = np.concatenate([x[SKIP:] for x in streams[1]]).mean(0)
-    near(_covariance(statics, 1), strided.T @ strided / len(strided) - np.outer(mean, mean), 1e-5)
+    near(_covariance(statics, 1), np.cov(strided.T, bias=True), 1e-5)
     found = proxies(statics, 1)
     first = {layer: np.mean([x[0] for x in seen], axis=0) for layer, seen in streams.items()}
     where = max(range(4), key=lambda layer: np.abs(first[layer]).max())

@@ -11,11 +11,11 @@ import torch
 from development import write_model, write_run, write_texts, write_tokenizer
 
 import analyses.reference_development as verb
-from analyses.figures.reference_development import FIGURES
-from analyses.reference_development import Config, half_way, run
+from analyses.reference_development import Config, run
 from satlens import load_model
+from satlens.carried.order import half_way, order_table, which_first
 from satlens.cli import main
-from satlens.errors import SatlensError, UserError
+from satlens.errors import UserError
 from satlens.reading import Reading
 from satlens.run import open_run
 from satlens.training.checkpoints import read_run
@@ -110,6 +110,49 @@ def test_half_way_is_the_pair_of_checkpoints_between_which_it_is_passed_for_good
     assert half_way(np.array(steps), np.array(values)) == expected
 
 
+STEPS = (0, 2, 4, 8)
+
+
+def grown(**values: list[float]) -> dict[str, pd.DataFrame]:
+    """Tables of one run ``r`` in which every quantity not named stays where it is."""
+    columns = {"run": "r", "step": STEPS, "layer": 1}
+    names = {
+        "development": ("coupling", "resting", "duty_median", "share"),
+        "induction": ("induction", "loss_drop"),
+    }
+    flat = {
+        table: pd.DataFrame({**columns, **{n: values.get(n, [0.5] * 4) for n in own}})
+        for table, own in names.items()
+    }
+    return {**flat, "loss": pd.DataFrame({**columns, "loss": [9.0, 8.0, 5.0, 4.0]})}
+
+
+@pytest.mark.parametrize(
+    "coupling, induction, said",
+    [
+        ([0, -1, -1, -1], [0, 0, 0, 1], "coupling"),
+        ([0, 0, 0, -1], [0, 1, 1, 1], "induction"),
+        ([0, 0, -1, -1], [0, 0, 1, 1], "no order: between the same checkpoints"),
+        ([0, -1, -1, -1], [0.01, 0.02, 0.0, 0.01], "no order: induction did not move"),
+        ([0, 0, 0, 0.01], [0, 0, 0, 1], "no order: coupling did not move"),
+    ],
+)
+def test_what_came_first_is_said_only_where_checkpoints_tell_it(
+    coupling: list[float], induction: list[float], said: str
+) -> None:
+    order = order_table(grown(coupling=coupling, induction=induction), 1)
+    assert which_first(order, "r") == said
+    loss = order.set_index("quantity").loc["loss"]
+    assert (loss["before"], loss["after"], loss["status"]) == (2, 4, "moved")
+
+
+def test_patterns_that_are_written_nowhere_have_no_order() -> None:
+    order = order_table(grown(coupling=[0, -1, -1, -1], induction=[0, 0, 0, 1]), 1, {"r"})
+    assert which_first(order, "r") == "no order: induction attention off"
+    row = order.set_index("quantity").loc["induction"]
+    assert pd.isna(row["before"]) and (row["first"], row["last"]) == (0, 1)
+
+
 # --- the verb ---
 
 
@@ -155,6 +198,33 @@ def test_a_row_is_what_a_loop_over_documents_finds(
     assert row["resting"] == pytest.approx(float(np.median(coupling + bias)), abs=1e-5)
     assert row["duty"] == pytest.approx(float(duty.mean()), abs=2e-3)
     assert row["dominance"] == pytest.approx(float((coupling.abs() > bias.abs()).double().mean()))
+
+
+def test_the_loss_is_that_of_the_models_own_logits(place: dict[str, Path], finished: Any) -> None:
+    from satlens.checkpoint import load_tokenizer
+
+    model = load_model(place["gelu"] / "snapshots" / "step-00000009")
+    tokenizer = load_tokenizer(place["gelu"] / "final")
+    texts = [json.loads(line)["text"] for line in place["text"].read_text().splitlines()]
+    documents = [tokenizer(text, add_special_tokens=False)["input_ids"][:96] for text in texts]
+    losses = []
+    for ids in [ids for ids in documents if len(ids) >= 64][1::2]:
+        with torch.no_grad():
+            log_p = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        losses += [-float(log_p[t, ids[t + 1]]) for t in range(16, len(ids) - 1)]
+    table = finished.tables["loss"]
+    row = table[(table["run"] == "gelu-7") & (table["step"] == 9)].iloc[0]
+    assert row["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert row["n_predictions"] == len(losses) and row["loss_low"] < row["loss"] < row["loss_high"]
+
+
+def test_the_summary_says_of_every_run_what_came_first(finished: Any) -> None:
+    said = finished.manifest.summary["off-7_first"]
+    assert said.startswith("no order: ") and "gelu-7_first" in finished.manifest.summary
+    table = finished.tables["order"]
+    assert set(
+        table.loc[table["run"] == "off-7"].set_index("quantity").loc[["induction", "loss_drop"], "status"]
+    ) == {"attention off"}
 
 
 def test_a_run_without_attention_gains_nothing_from_a_repeat(finished: Any) -> None:
@@ -227,7 +297,7 @@ def test_a_run_without_tokenizer_asks_for_one(place: dict[str, Path], tmp_path: 
     out = write_run(tmp_path / "new", place["tokenizer"], (0,))
     (out / "final").rename(tmp_path / "elsewhere")
     config = {"sequences": 3, "reading": reading(place, tmp_path / "runs")}
-    with pytest.raises(SatlensError, match="new has no tokenizer yet: give --tokenizer"):
+    with pytest.raises(UserError, match="new has no tokenizer yet: give --tokenizer"):
         run(Config(training=(out,), **config))
     made = run(Config(training=(out,), tokenizer=place["tokenizer"], **config))
     assert len(open_run(made).tables["development"]) == 3
@@ -239,81 +309,3 @@ def test_a_run_without_tokenizer_asks_for_one(place: dict[str, Path], tmp_path: 
 def test_flags_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         Config(**{"training": (Path("x"),), **changes})
-
-
-# --- figures ---
-
-
-def tables_of(steps: tuple[int, ...], runs: dict[str, float]) -> dict[str, pd.DataFrame]:
-    gates, copying = [], []
-    for name, size in runs.items():
-        for step in steps:
-            for layer in range(6):
-                value = size * (step > 10)
-                gates.append(
-                    {"run": name, "step": step, "layer": layer, "duty_low": 0.1, "duty_high": 0.3}
-                    | {key: value for key in ("coupling", "resting", "duty_median", "share")}
-                    | {f"{key}_{end}": value for key in ("coupling", "share") for end in ("low", "high")}
-                )
-            copying.append({"run": name, "step": step, "induction": 0.1, "loss_drop": 0.2})
-    order = [
-        {"run": name, "quantity": q, "before": before, "after": after}
-        for name in runs
-        for q, before, after in (("coupling", 10, 100), ("share", 0, 1), ("induction", None, None))
-    ]
-    return {
-        "development": pd.DataFrame(gates),
-        "induction": pd.DataFrame(copying),
-        "order": pd.DataFrame(order),
-    }
-
-
-def info_of(*runs: tuple[str, str, bool, int]) -> dict[str, Any]:
-    rows = [
-        {"run": name, "mlp": mlp, "attention": attention, "seed": seed, "distinct": True}
-        for name, mlp, attention, seed in runs
-    ]
-    return {"runs": rows, "layer": 3, "n_layers": 6, "least_change": 0.05, "n_tokens": 900, "n_documents": 4}
-
-
-RUNS = [("a", "gelu", True, 1), ("b", "gelu", True, 2), ("c", "gelu", False, 1), ("d", "swiglu", True, 1)]
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_figures_are_strict_json_with_a_caption_and_the_same_every_time(name: str) -> None:
-    tables, info = tables_of((0, 1, 10, 100), {run[0]: 0.5 for run in RUNS}), info_of(*RUNS)
-    first, second = (
-        json.dumps(json.loads(FIGURES[name](tables, info).to_json()), allow_nan=False) for _ in range(2)
-    )
-    assert first == second
-    figure = FIGURES[name](tables, info)
-    assert len(figure.layout.meta["caption"]) > 80 and "900 tokens in 4 documents" in str(figure.layout.title)
-
-
-def test_the_untrained_model_stands_at_the_left_edge_of_the_step_axis() -> None:
-    figure = FIGURES["development"](tables_of((0, 1, 10, 100), {"a": 0.5}), info_of(RUNS[0]))
-    assert figure.layout.xaxis.type == "log"
-    assert dict(
-        zip(figure.layout.xaxis.ticktext, figure.layout.xaxis.tickvals, strict=True)
-    ) == pytest.approx({"0": 1 / 3, "1": 1, "10": 10, "100": 100})
-    line = next(trace for trace in figure.data if trace.mode == "lines+markers")
-    assert list(line.x) == pytest.approx([1 / 3, 1, 10, 100]) and list(line.y) == [0, 0, 0, 0.5]
-
-
-def test_arms_differ_in_colour_or_dash_and_seeds_in_neither() -> None:
-    figure = FIGURES["development"](tables_of((0, 1, 100), {run[0]: 0.5 for run in RUNS}), info_of(*RUNS))
-    looks = {
-        trace.legendgroup: (trace.line.color, trace.line.dash) for trace in figure.data if trace.showlegend
-    }
-    assert looks["a"] == looks["b"] and len({looks[name] for name in "acd"}) == 3
-    assert looks["c"][1] == "dash" and looks["a"][1] == looks["d"][1] == "solid"
-    names = [trace.name for trace in figure.data if trace.showlegend]
-    assert "gelu, attention off, seed 1" in names and len(set(names)) == 4
-
-
-def test_a_quantity_that_went_nowhere_has_no_mark_in_the_order() -> None:
-    figure = FIGURES["order"](tables_of((0, 1, 10, 100), {"a": 0.5, "b": 0.5}), info_of(*RUNS[:2]))
-    marks = {trace.name: list(trace.x) for trace in figure.data}
-    assert [len(x) for x in marks.values()] == [2, 2, 0]
-    assert marks["coupling w·b, median gate"] == pytest.approx([np.sqrt(1000)] * 2)
-    assert marks["m^ in the stream"] == pytest.approx([np.sqrt(1 / 3)] * 2)

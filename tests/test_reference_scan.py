@@ -1,6 +1,7 @@
 """The scan: rows that are each model's own, at the paper's depths, and models that fail as rows with the reason."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from development import write_model, write_texts, write_tokenizer
 
 import analyses.reference_scan as verb
 from analyses.figures.reference_scan import FIGURES
-from analyses.reference_scan import Config, run
-from satlens.carried.pieces import attempt, piece
+from analyses.reference_scan import Config, labels, run
+from satlens.carried.pieces import EDITION, attempt, piece
 from satlens.carried.statics import depths
+from satlens.carried.summary import ranks
 from satlens.cli import main
 from satlens.errors import SatlensError, UserError
 from satlens.reading import Reading
@@ -74,7 +76,14 @@ def test_one_row_a_model_and_layer_and_one_for_a_failure(finished: Any) -> None:
     assert (
         own["depth"].tolist() == (own["layer"] / own["model"].map(lambda m: 4 if "ours" in m else 3)).tolist()
     )
-    assert finished.manifest.summary["n_failed"] == 1 and finished.manifest.summary["n_models"] == 4
+    assert finished.manifest.summary["n_failed"] == 1 and finished.manifest.summary["n_models"] == 2
+
+
+def test_models_in_folders_of_one_name_are_told_apart() -> None:
+    given = ("runs/a-1/final", "runs/b-1/final", "phi-2", "x/phi-2", "reference-transformer")
+    names = ["a-1/final", "b-1/final", "phi-2", "x/phi-2", "reference-transformer"]
+    assert list(labels(given).values()) == names
+    assert list(labels(("final", "final")).values()) == ["final"]
 
 
 def test_models_say_what_their_gates_are(finished: Any) -> None:
@@ -110,6 +119,18 @@ def test_the_row_of_a_gpt2_is_what_a_loop_over_documents_finds(place: dict[str, 
     assert row["negative"] == pytest.approx(float((coupling + bias < 0).double().mean()))
 
 
+def test_random_directions_count_by_the_size_of_their_correlation() -> None:
+    rank = pd.DataFrame(
+        [
+            (0, name, rho, rho, rho)
+            for name, rho in [("random", r) for r in (-0.3, 0.1, 0.2)] + [("resting", -0.5)]
+        ],
+        columns=["layer", "predictor", "rho", "rho_low", "rho_high"],
+    )
+    row = ranks(rank).loc[0]
+    assert row["rho_random"] == 0.2 and row["rho_resting"] == -0.5
+
+
 def test_models_measured_one_by_one_are_gathered_without_measuring_again(
     place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +139,29 @@ def test_models_measured_one_by_one_are_gathered_without_measuring_again(
     monkeypatch.setattr(verb, "measure_one", lambda *_: pytest.fail("measured again"))
     both = open_run(run(config(place, tmp_path, "ours", "gpt2")))
     assert set(both.tables["scan"]["model"]) == {"ours", "gpt2"}
+
+
+def test_weights_cut_short_are_a_row_with_the_reason(place: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(place["folder"] / "gpt2", tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    given = config(place, tmp_path / "runs", "gpt2", str(tmp_path / "cut"))
+    table = open_run(run(given)).tables["scan"].set_index("model")
+    assert set(table.loc[["gpt2"], "status"]) == {"measured"}
+    assert "cut does not open as a causal language model" in table.loc["cut", "reason"]
+
+
+def test_a_twin_that_fails_costs_its_model_nothing(
+    place: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_twin(*_: Any) -> Any:
+        raise SatlensError("out of memory")
+
+    monkeypatch.setattr("satlens.carried.opening.twin", no_twin)
+    table = open_run(run(config(place, tmp_path, "gpt2", twins=1))).tables["scan"]
+    own, twin = table[table["twin"].isna()], table[table["twin"] == 1]
+    assert set(own["status"]) == {"measured"} and len(own) == 2
+    assert list(twin[["model", "status", "reason"]].iloc[0]) == ["gpt2 twin 1", "failed", "out of memory"]
 
 
 def test_when_every_model_fails_the_command_fails(
@@ -158,6 +202,14 @@ def test_a_piece_is_computed_once_and_again_for_another_identity(tmp_path: Path)
     assert piece(tmp_path, {"weights": "b"}, compute)[1] is False
 
 
+def test_a_piece_of_an_older_edition_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece(tmp_path, {"weights": "a"}, lambda: {"table": [{"x": 1}]})
+    monkeypatch.setattr("satlens.carried.pieces.EDITION", EDITION + 1)
+    assert piece(tmp_path, {"weights": "a"}, lambda: {"table": [{"x": 2}]}) == ({"table": [{"x": 2}]}, False)
+
+
 def test_a_piece_cut_short_is_computed_again(tmp_path: Path) -> None:
     piece(tmp_path, {"weights": "a"}, lambda: {"table": [{"x": 1}]})
     (file,) = tmp_path.glob("*.json")
@@ -188,6 +240,7 @@ def scanned(bias: bool) -> pd.DataFrame:
             "layer": layer,
             "depth": layer / 10,
             "status": "measured",
+            "twin": None,
             "resting": -0.5,
             "duty_median": 0.2,
         }
@@ -195,7 +248,8 @@ def scanned(bias: bool) -> pd.DataFrame:
         for model in [f"m{i}" for i in range(9)]
         for layer in (2, 5)
     ]
-    return pd.DataFrame([*rows, {"model": "lost", "status": "failed", "reason": "no weights"}])
+    twins = [{**row, "model": f"{row['model']} twin 1", "twin": 1, "resting": 0.0} for row in rows]
+    return pd.DataFrame([*rows, *twins, {"model": "lost", "status": "failed", "reason": "no weights"}])
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -203,7 +257,9 @@ def test_the_figure_is_strict_json_and_names_what_failed(bias: bool) -> None:
     figure = FIGURES["scan"]({"scan": scanned(bias)}, {"n_tokens": 900, "n_documents": 4})
     json.dumps(json.loads(figure.to_json()), allow_nan=False)
     assert "Not measured: lost" in figure.layout.meta["caption"]
-    looks = {(t.line.color, t.line.dash, t.marker.symbol) for t in figure.data if t.showlegend}
-    assert len(looks) == 9
+    entries = [trace for trace in figure.data if trace.showlegend]
+    models = [t for t in entries if t.name != "random-init twins"]
+    assert len({(t.line.color, t.line.dash, t.marker.symbol) for t in models}) == len(models) == 9
+    assert len(entries) == 10 and "9 models" in str(figure.layout.title)
     texts = [annotation.text for annotation in figure.layout.annotations]
     assert ("no model here has gate biases" in texts) != bias

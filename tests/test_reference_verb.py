@@ -1,8 +1,13 @@
 """`satlens reference`: from a folder to a finished run with tables, figures and a summary."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from development import SHAPE, write_model, write_texts, write_tokenizer
@@ -141,3 +146,40 @@ def test_satformers_own_gates_are_tabled_and_drawn(folder, tokenizer, text):
     assert set(table["layer"]) == {1, 2} and "carried_value_gates" in run.figures
     assert table["duty"].between(0, 1).all()
     assert (table["resting"] - table["mean_logit"]).abs().max() < 1  # fitted on other documents
+
+
+def test_what_a_folder_says_of_its_weights_is_in_manifest_and_figures(folder, tokenizer, text):
+    write_model(folder / "noted", 1, len(AutoTokenizer.from_pretrained(tokenizer)), tokenizer)
+    note = "4-bit weights dequantised"
+    (folder / "noted" / "satlens.json").write_text(json.dumps({"weights": note}), encoding="utf-8")
+    reading = Reading(text=text, runs=folder / "noted-runs", resamples=100)
+    run = open_run(reference.run(reference.Config(model=str(folder / "noted"), reading=reading)))
+    assert run.manifest.model["weights"] == run.manifest.summary["weights"] == note
+    for figure in run.figures.values():
+        assert figure["layout"]["title"]["subtitle"]["text"].startswith(f"noted: {note} · ")
+
+
+def test_two_processes_measure_what_one_does(finished, folder, text):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    command += [
+        "-m",
+        "satlens.cli",
+        "reference",
+        str(folder / "model"),
+        "--text",
+        str(text),
+        "--resamples",
+        "100",
+    ]
+    alone = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--runs", str(folder / "two")], capture_output=True, text=True, env={**os.environ, **alone}
+    )
+    assert done.returncode == 0, done.stderr
+    run = open_run(Path(done.stdout.strip()))
+    assert set(run.tables) == set(finished.tables) and set(run.figures) == set(finished.figures)
+    for name, table in finished.tables.items():
+        pd.testing.assert_frame_equal(run.tables[name], table, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The carried direction at rest: the object itself, what gates rest on, and SATFormer's own gates beside them."""
+"""The carried direction at rest: the object itself, and what gates rest on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,6 @@ Tables = Mapping[str, pd.DataFrame]
 Info = Mapping[str, Any]
 
 NORMS = {"stream_norm": "stream |x|", "m_norm": "mean |m|", "b_norm": "read mean |b|"}
-NO_BIAS = "no biases here:<br>the coupling is<br>all there is"
 
 
 def carried_object(tables: Tables, info: Info) -> go.Figure:
@@ -26,7 +25,7 @@ def carried_object(tables: Tables, info: Info) -> go.Figure:
         "cosine between means of m",
         "cosine of m^ between layers",
     )
-    fig = make_subplots(2, 2, horizontal_spacing=0.13, vertical_spacing=0.17, subplot_titles=titles)
+    fig = make_subplots(2, 2, horizontal_spacing=0.13, vertical_spacing=0.22, subplot_titles=titles)
     line(fig, table, "share", "share", 0, 1, 1)
     for index, (column, name) in enumerate(NORMS.items(), start=1):
         line(fig, table, column, name, index, 1, 2, legend=True)
@@ -49,15 +48,20 @@ def carried_object(tables: Tables, info: Info) -> go.Figure:
         "random halves of the documents (band: 95 % of 200 halvings) and between kinds of text (band: bootstrap). "
         "Bottom right: cosine of m^ between layers.",
         width=1040,
-        height=800,
+        height=860,
     )
+    # what the lines of the lower left panel are stands above it, not above the whole figure
+    panel = {"x": 0, "y": fig.layout.yaxis3.domain[1] + 0.035, "yanchor": "bottom", "orientation": "h"}
+    styled.update_layout(legend2=panel, legend_x=fig.layout.xaxis2.domain[0])
     return clear_of_titles(styled)
 
 
 def carried_resting(tables: Tables, info: Info) -> go.Figure:
     """Medians of coupling and bias, dominance, duty and firing, by layer (spec part B: decomposition)."""
     table = _mlp(tables["carried_resting"])
-    middle = "gates held by the coupling" if info.get("gate_bias") else "gates resting below 0"
+    middle = (
+        "gates held by the coupling" if info.get("gate_bias") else "gates resting below 0 (no biases here)"
+    )
     titles = ("resting term, median gate", middle, "gates that are on")
     fig = make_subplots(1, 3, horizontal_spacing=0.09, subplot_titles=titles)
     line(fig, table, "coupling", "coupling w·b", 0, 1, 1, legend=True)
@@ -94,12 +98,12 @@ def carried_resting(tables: Tables, info: Info) -> go.Figure:
         fig.update_yaxes(
             title_text="share of gates resting below 0", range=[0, 1.03], tickformat=".0%", row=1, col=2
         )
-        words(fig, NO_BIAS, 1, 2)
     line(fig, table, "duty", "duty, mean gate", 4, 1, 3, legend=True)
     line(fig, table, "firing_05", "firing above 0.5", 5, 1, 3, legend=True)
     for col in (1, 2, 3):
         layers(fig, info["n_layers"], 1, col)
-    fig.update_yaxes(title_text="pre-activation", rangemode="tozero", row=1, col=1)
+    fig.update_yaxes(title_text="pre-activation", row=1, col=1)
+    theme.zero_line(fig, row=1, col=1)
     fig.update_yaxes(
         title_text="share of gates and positions", rangemode="tozero", tickformat=".0%", row=1, col=3
     )
@@ -127,9 +131,9 @@ def carried_resting(tables: Tables, info: Info) -> go.Figure:
 def carried_duty(tables: Tables, info: Info) -> go.Figure:
     """Duty of single gates against their resting term, up to eight layers; SATFormer's own gates beside them."""
     gates = tables["carried_gates"]
-    chosen = _spread(sorted(_mlp(gates)["layer"].unique()), 8)
+    chosen = spread(sorted(_mlp(gates)["layer"].unique()), 8)
     columns = min(4, len(chosen))
-    rows = -(-len(chosen) // columns)
+    rows, own = -(-len(chosen) // columns), bool((gates["kind"] == "value").any())
     fig = make_subplots(
         rows, columns, shared_xaxes="all", shared_yaxes="all", horizontal_spacing=0.025,
         vertical_spacing=0.3 / (rows + 1), subplot_titles=[f"layer {layer}" for layer in chosen],
@@ -138,18 +142,25 @@ def carried_duty(tables: Tables, info: Info) -> go.Figure:
         for index, kind in enumerate(("mlp", "value")):
             part = gates[(gates["layer"] == layer) & (gates["kind"] == kind)]
             _cloud(
-                fig, part, kind, index, number // columns + 1, number % columns + 1, number == len(chosen) - 1
+                fig,
+                part,
+                kind,
+                index,
+                number // columns + 1,
+                number % columns + 1,
+                own and number == len(chosen) - 1,
             )
     fig.update_yaxes(range=[-0.03, 1.03], tickformat=".0%")
     fig.update_yaxes(title_text="duty", col=1)
+    fig.update_xaxes(zeroline=True, zerolinecolor=theme.INK, zerolinewidth=1)
+    fig.update_annotations(font_size=13)
     for col in range(1, columns + 1):
         fig.update_xaxes(title_text="resting term", row=rows, col=col)
-    own = bool((gates["kind"] == "value").any())
     styled = theme.style(
         fig,
         "Duty of single gates against what they rest on",
         theme.subtitle(
-            info["n_tokens"], info["n_documents"], None, info["model"], f"{len(gates):,} gates drawn"
+            info["n_tokens"], info["n_documents"], None, named(info), f"{len(gates):,} gates drawn"
         ),
         "Each point is a gate: across, its resting term w·b + beta (b from the fit documents); upwards, the share of "
         "far positions of the evaluated documents at which it is on. That the two go together is near-tautological; "
@@ -165,61 +176,23 @@ def carried_duty(tables: Tables, info: Info) -> go.Figure:
     return clear_of_titles(styled)
 
 
-def carried_value_gates(tables: Tables, info: Info) -> go.Figure:
-    """SATFormer's own gates: what each head rests on, and how often it is open (the bridge between the papers)."""
-    table = tables["carried_value_gates"]
-    n_layers, n_heads = info["n_layers"], int(table["kv_head"].max()) + 1
-    fig = make_subplots(
-        1, 3, horizontal_spacing=0.11,
-        subplot_titles=("resting logit W_alpha·b", "duty: share of positions open", "duty against resting logit"),
-    )  # fmt: skip
-    for col, column in ((1, "resting"), (2, "duty")):
-        values = np.full((n_layers, n_heads), np.nan)
-        values[table["layer"], table["kv_head"]] = table[column]
-        trace = theme.heatmap(values, "", diverging=column == "resting")
-        trace.colorbar = {"thickness": 12, "outlinewidth": 0, "len": 0.9, "x": (0.265, 0.635)[col - 1]}
-        fig.add_trace(trace, row=1, col=col)
-        fig.update_xaxes(title_text="KV head", showgrid=False, row=1, col=col)
-        at = theme.ticks(n_layers)
-        fig.update_yaxes(range=[-0.5, n_layers - 0.5], tickvals=at, showgrid=False, row=1, col=col)
-        fig.add_hrect(y0=-0.5, y1=0.5, fillcolor=theme.GREYED, line_width=0, layer="below", row=1, col=col)
-    fig.update_yaxes(title_text="layer", row=1, col=1)
-    bars = errors(table, "duty", theme.QUALITATIVE[0])
-    fig.add_trace(
-        go.Scatter(
-            x=table["resting"], y=table["duty"], mode="markers", error_y=bars, showlegend=False,
-            marker={"color": table["layer"], "colorscale": theme.SEQUENTIAL, "cmin": 0, "cmax": n_layers - 1, "size": 8,
-                    "line": {"color": theme.INK, "width": 0.7}},
-            text=[f"layer {a}, head {b}" for a, b in zip(table["layer"], table["kv_head"], strict=True)],
-            hovertemplate="%{text}<br>resting %{x:.3g}<br>duty %{y:.1%}<extra></extra>",
-        ),
-        row=1, col=3,
-    )  # fmt: skip
-    fig.update_xaxes(title_text="resting logit", zeroline=True, zerolinecolor=theme.INK, row=1, col=3)
-    fig.update_yaxes(title_text="duty", range=[-0.03, 1.03], tickformat=".0%", row=1, col=3)
-    fig.update_annotations(font_size=13)
-    return theme.style(
-        fig,
-        "What SATFormer's own gates rest on",
-        subtitle(info, table, "duty"),
-        "The gate's logit is linear in what it reads, so its mean is exactly W_alpha·b, b the mean output of the "
-        "attention norm. Duty is the share of far positions with a logit above 0: for a ReLU gate "
-        f"(this one is {info.get('value_gate')}), 1 − duty is its share of exact zeros. Points are darker in deeper "
-        "layers. Layer 0 produces V1 and has no gate.",
-        width=1100,
-        height=440,
-    )
-
-
 def _stability(fig: go.Figure, table: pd.DataFrame) -> None:
     if table.empty:
-        words(fig, theme.NO_INTERVAL, 2, 1)
+        fig.add_trace(
+            go.Scatter(x=[None], y=[None], showlegend=False), row=2, col=1
+        )  # or the panel has no axes
+        fig.add_annotation(
+            text="one document has no halves", x=0.5, y=0.5, xref="x domain", yref="y domain", showarrow=False,
+            font={"color": theme.MUTED, "size": 12}, row=2, col=1,
+        )  # fmt: skip
+        fig.update_yaxes(range=[0, 1], row=2, col=1)
         return
     for index, ((comparison, first, second), part) in enumerate(
         table.groupby(["comparison", "first", "second"], sort=False)
     ):
-        name = "halves of the documents" if comparison == "halves" else f"{first} / {second}"
+        name = "two halves" if comparison == "halves" else f"{first} / {second}"
         line(fig, part, "cosine", name, (0, 4, 5, 6)[min(index, 3)], 2, 1, legend=True)
+    fig.update_traces(legend="legend2", row=2, col=1)
 
 
 def _rotation(fig: go.Figure, table: pd.DataFrame, n_layers: int) -> None:
@@ -298,19 +271,11 @@ def layers(fig: go.Figure, n_layers: int, row: int, col: int) -> None:
     fig.update_xaxes(title_text="layer", range=[-0.6, n_layers - 0.4], tickvals=at, row=row, col=col)
 
 
-def _spread(layers: Sequence[Any], most: int) -> list[int]:
+def spread(layers: Sequence[Any], most: int) -> list[int]:
     """At most ``most`` of the layers, evenly."""
     if len(layers) <= most:
         return [int(layer) for layer in layers]
     return [int(layers[i]) for i in np.unique(np.linspace(0, len(layers) - 1, most).astype(int))]
-
-
-def words(fig: go.Figure, text: str, row: int, col: int) -> None:
-    """Words in the middle of a panel."""
-    fig.add_annotation(
-        text=text, x=0.5, y=0.5, xref="x domain", yref="y domain", showarrow=False,
-        font={"color": theme.MUTED, "size": 12}, row=row, col=col,
-    )  # fmt: skip
 
 
 def _mlp(table: pd.DataFrame) -> pd.DataFrame:
@@ -320,14 +285,16 @@ def _mlp(table: pd.DataFrame) -> pd.DataFrame:
 def subtitle(info: Info, table: pd.DataFrame, column: str) -> str:
     """The model, how much text was read, and what the bands are."""
     interval = theme.has_interval(table[f"{column}_low"], table[f"{column}_high"])
-    return theme.subtitle(info["n_tokens"], info["n_documents"], interval, info["model"])
+    return theme.subtitle(info["n_tokens"], info["n_documents"], interval, named(info))
+
+
+def named(info: Info) -> str:
+    """The model, and what its folder says about its weights."""
+    return f"{info['model']}: {info['weights']}" if info.get("weights") else str(info["model"])
 
 
 FIGURES = {
     "carried_object": carried_object,
     "carried_resting": carried_resting,
     "carried_duty": carried_duty,
-    "carried_value_gates": carried_value_gates,
 }
-NEEDS = {"carried_value_gates": ("carried_value_gates",)}
-"""Tables without which a figure is left out: only SATFormer has gates of its own."""

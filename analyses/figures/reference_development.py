@@ -13,13 +13,15 @@ from satlens.plots import theme
 Tables = Mapping[str, pd.DataFrame]
 Info = Mapping[str, Any]
 
-BESIDE = ("induction", "loss_drop")
-"""Panels about copying: one number a checkpoint, from the table of that name."""
-LEGEND = {"legend_y": 1.06, "margin_t": 136}
-"""Room for the legend above the panels' titles."""
+BESIDE = {"loss": "loss", "induction": "induction", "loss_drop": "induction"}
+"""Panels of one number a checkpoint, and the tables they come from; the others are a layer's."""
+IN_A_ROW, ROW = 5, 26
+"""Runs in a row of the legend at the figures' width, and the row's height in pixels."""
+LEAST_TOP = 0.1
+"""Top of the induction axis at least: a head that copies comes near 1, and what stays at chance shall look so."""
 PANELS = (
+    ("loss", "loss on held-out text", "nats per token"),
     ("coupling", "coupling w·b, median gate", "pre-activation"),
-    ("resting", "resting term, median gate", "pre-activation"),
     ("duty_median", "duty, median gate", "share of far positions"),
     ("share", "m^ in the stream", "share of its norm"),
     ("induction", "induction: attention to the successor", "largest head's mean"),
@@ -30,7 +32,7 @@ NAMES = {column: title for column, title, _ in PANELS}
 
 
 def development(tables: Tables, info: Info) -> go.Figure:
-    """Coupling, resting term, duty and share of one layer against the step, copying beside them."""
+    """Loss, coupling, duty and share of one layer against the step, copying beside them."""
     layer = int(info["layer"])
     gates = tables["development"]
     gates = gates[gates["layer"] == layer]
@@ -39,12 +41,16 @@ def development(tables: Tables, info: Info) -> go.Figure:
     )
     for number, (column, _, unit) in enumerate(PANELS):
         place = {"row": number // 3 + 1, "col": number % 3 + 1}
-        table = tables["induction"] if column in BESIDE else gates
+        table = tables[BESIDE[column]] if column in BESIDE else gates
         for run in _runs(info):
             _curve(fig, table[table["run"] == run["run"]], column, run, place, number == 0)
         fig.update_yaxes(title_text=unit, **place)
     _step_axes(fig, gates["step"])
     fig.update_yaxes(rangemode="tozero")
+    fig.update_yaxes(rangemode="normal", row=1, col=1)  # no loss comes near 0
+    _chance(fig, float(info["chance"]), row=2, col=2)
+    top = max(LEAST_TOP, 1.06 * float(np.nanmax(theme.floats(tables["induction"]["induction"]))))
+    fig.update_yaxes(range=[0, top], row=2, col=2)
     fig.update_annotations(font_size=13)
     interval = theme.has_interval(gates["duty_low"], gates["duty_high"])
     return theme.style(
@@ -52,15 +58,16 @@ def development(tables: Tables, info: Info) -> go.Figure:
         "When gates come to rest on the carried direction",
         _subtitle(info, f"layer {layer} of {info['n_layers']}", interval),
         f"Every training checkpoint of every run, layer {layer}, against the optimizer step on a logarithmic axis; "
-        "step 0, the untrained model, stands at the left edge. Coupling is w·b, the gate row times the mean of what it "
-        "reads; the resting term adds the gate's bias; both are medians over gates. Duty is the share of far positions "
-        "at which the pre-activation is above 0. The share of m^ is the mean of (x·m^)/|x|. Induction is the largest "
-        "head's mean attention, in random sequences shown twice, to the token after the previous occurrence; the worth "
-        "of a repeat is the loss of the first showing minus that of the second. A run without attention has patterns, "
-        "but they are written nowhere. Thin lines are further seeds.",
+        "step 0, the untrained model, stands at the left edge. Loss is that of the documents that are evaluated. "
+        "Coupling is w·b, the gate row times the mean of what it reads, for the median gate: without gate biases it is "
+        "the mean pre-activation. Duty is the share of far positions at which the pre-activation is above 0. The share "
+        "of m^ is the mean of (x·m^)/|x|. Induction is the largest head's mean attention, in random sequences shown "
+        "twice, to the token after the previous occurrence (dotted: attention spread evenly); the worth of a repeat is "
+        "the loss of the first showing minus that of the second. A run without attention has patterns, but they are "
+        "written nowhere. Thin lines are further seeds. Bands of the lower middle and right panel resample sequences.",
         width=1160,
         height=760,
-    ).update_layout(**LEGEND)  # fmt: skip
+    ).update_layout(**_legend(len(info["runs"]), 760))  # fmt: skip
 
 
 def development_layers(tables: Tables, info: Info) -> go.Figure:
@@ -95,18 +102,23 @@ def development_layers(tables: Tables, info: Info) -> go.Figure:
         "in the table. Coupling and duty are medians over the layer's gates.",
         width=1160,
         height=860,
-    ).update_layout(**LEGEND)
+    ).update_layout(**_legend(len(info["runs"]), 860))
 
 
 def order(tables: Tables, info: Info) -> go.Figure:
     """Between which checkpoints each quantity went half its way: what comes first."""
     table = tables["order"]
+    still = [name for name, rows in table.groupby("quantity", sort=False) if rows["before"].isna().all()]
+    words = ", ".join(NAMES[name].split(":")[0] for name in still)
+    where = f"layer {info['layer']} of {info['n_layers']}" + (
+        f" · in no run half way: {words}" if still else ""
+    )
     runs = [run["run"] for run in _runs(info)][::-1]
     fig = go.Figure()
     for number, column in enumerate(table["quantity"].unique()):
         part = table[(table["quantity"] == column) & table["before"].notna()]
         low, high = (_placed(part[end], tables["development"]["step"]) for end in ("before", "after"))
-        height = [runs.index(run) + 0.12 * (number - 2) for run in part["run"]]
+        height = [runs.index(run) + 0.11 * (number - 2.5) for run in part["run"]]
         colour = theme.QUALITATIVE[number % len(theme.QUALITATIVE)]
         middle = np.sqrt(low * high)
         fig.add_trace(
@@ -125,12 +137,14 @@ def order(tables: Tables, info: Info) -> go.Figure:
     return theme.style(
         fig,
         "What comes first: the checkpoints between which each quantity went half its way",
-        _subtitle(info, f"layer {info['layer']} of {info['n_layers']}", None),
+        _subtitle(info, where, None),
         "For each run and quantity, the last checkpoint before it stayed beyond half of its final change from step 0, "
         "and the one after; the marker stands at their geometric mean. Quantities that end less than "
-        f"{info['least_change']} from where they began have no mark.",
-        width=960,
-        height=200 + 62 * len(runs),
+        f"{info['least_change']['others']} from where they began (the worth of a repeat: "
+        f"{info['least_change']['loss_drop']} nats), and copying where attention is off, have no mark. The share of m^ "
+        "overshoots early, so its mark says only when it first stayed above.",
+        width=1080,
+        height=230 + 66 * len(runs),
     )
 
 
@@ -198,16 +212,26 @@ def _placed(steps: Any, among: Any) -> np.ndarray[Any, Any]:
     return np.where(values > 0, values, (positive.min() if positive.size else 1.0) / 3)
 
 
+def _legend(n_runs: int, height: int) -> dict[str, Any]:
+    """Room for the legend between the subtitle and the panels' titles, however many rows it takes."""
+    top = 108 + ROW * -(-n_runs // IN_A_ROW)
+    return {"margin_t": top, "legend_y": 1 + 26 / (height - top - 64)}
+
+
+def _chance(fig: go.Figure, value: float, **place: int) -> None:
+    fig.add_hline(y=value, line={"color": theme.MUTED, "width": 1, "dash": "dot"}, **place)
+
+
 def _step_axes(fig: go.Figure, steps: Any) -> None:
     values = np.unique(theme.floats(steps))
     positive = values[values > 0]
     low, high = (positive.min(), positive.max()) if positive.size else (1.0, 10.0)
     decades = range(int(np.ceil(np.log10(low))), int(np.floor(np.log10(high))) + 1)
-    at = [10.0**decade for decade in decades]
-    words = [f"{value:,.0f}" for value in at]
+    at = [10.0**decade for decade in decades] or sorted({low, high})  # all steps may lie within a decade
+    words = [f"{value:.0f}" if value < 1000 else f"{value / 1000:.3g}k" for value in at]
     if (values == 0).any():
         at, words = [low / 3, *at], ["0", *words]
-    ends = [np.log10(min(at[0], low)) - 0.12, np.log10(high) + 0.12]
+    ends = [float(np.log10(min(at[0], low))) - 0.12, float(np.log10(high)) + 0.12]
     fig.update_xaxes(type="log", tickvals=at, ticktext=words, range=ends, title_text="step")
 
 

@@ -13,8 +13,9 @@ from satlens.plots import theme
 Tables = Mapping[str, pd.DataFrame]
 Info = Mapping[str, Any]
 
-LEGEND = {"legend_y": 1.06, "margin_t": 136}
-"""Room for the legend above the panels' titles."""
+LEGEND = {"orientation": "v", "x": 1.02, "y": 1.0, "xanchor": "left", "yanchor": "top"}
+"""Beside the panels: many models have no room above them."""
+TWIN = "random-init twins"
 PANELS = (
     ("resting", "resting term, median gate", "pre-activation"),
     ("ratio", "coupling over bias, medians", "|w·b| / |beta|"),
@@ -30,9 +31,12 @@ def scan(tables: Tables, info: Info) -> go.Figure:
     fig = make_subplots(
         2, 2, horizontal_spacing=0.11, vertical_spacing=0.16, subplot_titles=[title for _, title, _ in PANELS]
     )
+    own, twins = table[table["twin"].isna()], table[table["twin"].notna()]
     for number, (column, _, unit) in enumerate(PANELS):
         place = {"row": number // 2 + 1, "col": number % 2 + 1}
-        for at, (model, rows) in enumerate(table.groupby("model", sort=False)):
+        for at, (_, rows) in enumerate(twins.groupby("model", sort=False)):
+            _twin(fig, rows.sort_values("depth"), column, place, number == at == 0)
+        for at, (model, rows) in enumerate(own.groupby("model", sort=False)):
             _line(fig, rows.sort_values("depth"), column, str(model), at, place, number == 0)
         fig.update_yaxes(title_text=unit, **place)
     known = theme.floats(table["ratio"])
@@ -43,10 +47,11 @@ def scan(tables: Tables, info: Info) -> go.Figure:
         fig.update_yaxes(showticklabels=False, row=1, col=2)
     fig.update_yaxes(rangemode="tozero", row=1, col=1)
     fig.update_yaxes(rangemode="tozero", row=2)
-    fig.update_xaxes(title_text="depth", range=[0, 1], tickvals=[0, 0.2, 0.35, 0.5, 0.65, 1])
+    deep = max(0.7, 1.03 * float(table["depth"].max()))
+    fig.update_xaxes(title_text="depth", range=[-0.02, deep], tickvals=[0, 0.2, 0.35, 0.5, 0.65, 0.8, 1])
     fig.update_annotations(font_size=13)
     failed = tables["scan"].loc[tables["scan"]["status"] == "failed", "model"].unique()
-    models = f"{table['model'].nunique()} models"
+    models = f"{own['model'].nunique()} models"
     return theme.style(
         fig,
         "On what MLP gates rest, model by model",
@@ -55,11 +60,12 @@ def scan(tables: Tables, info: Info) -> go.Figure:
         "beta, the gate's mean pre-activation; the ratio is the median |w·b| over the median |beta|, and exists only "
         "where gates have biases. Duty is the share of far positions with a pre-activation above 0, for the median "
         "gate. The share of m^ is the mean of (x·m^)/|x| over far positions. Every model reads the documents through "
-        "its own tokenizer, so tokens differ; the counts are those of the first model."
+        "its own tokenizer, so tokens differ; the counts are those of the first model. Grey: the same configs with "
+        "random weights, whose biases are 0."
         + (f" Not measured: {', '.join(map(str, failed))} (reasons in the table)." if len(failed) else ""),
-        width=1040,
+        width=1180,
         height=800,
-    ).update_layout(**LEGEND)  # fmt: skip
+    ).update_layout(legend=LEGEND)  # fmt: skip
 
 
 def _line(
@@ -79,6 +85,20 @@ def _line(
                      "color": colour, "thickness": 1.2, "width": 3},
             customdata=rows["layer"], text=theme.interval_texts(low, high),
             hovertemplate=f"{model}<br>layer %{{customdata}}<br>%{{y:.4g}} %{{text}}<extra></extra>",
+        ),
+        **place,
+    )  # fmt: skip
+
+
+def _twin(fig: go.Figure, rows: pd.DataFrame, column: str, place: dict[str, int], legend: bool) -> None:
+    """A thin grey line under the models; one entry of the legend stands for all twins."""
+    model = str(rows["model"].iloc[0])
+    fig.add_trace(
+        go.Scatter(
+            x=rows["depth"], y=theme.floats(rows[column]), mode="lines", name=TWIN, legendgroup=TWIN,
+            showlegend=legend, line={"color": theme.MUTED, "width": 0.9, "dash": "dot"}, opacity=0.7,
+            customdata=rows["layer"],
+            hovertemplate=f"{model}<br>layer %{{customdata}}<br>%{{y:.4g}}<extra></extra>",
         ),
         **place,
     )  # fmt: skip

@@ -5,7 +5,17 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from analyses.figures.reference import Info, Tables, clear_of_titles, errors, layers, line, subtitle, words
+from analyses.figures.reference import (
+    Info,
+    Tables,
+    clear_of_titles,
+    errors,
+    layers,
+    line,
+    named,
+    spread,
+    subtitle,
+)
 from satlens.plots import theme
 
 GREY = "#9aa0ab"
@@ -58,12 +68,10 @@ def carried_writes(tables: Tables, info: Info) -> go.Figure:
 def carried_rank(tables: Tables, info: Info) -> go.Figure:
     """What orders gates by duty: the resting term, random directions at its norm, the read norm, the bias."""
     rank, parameter = tables["carried_rank"], tables["carried_parameter_share"]
-    fig = make_subplots(
-        1,
-        2,
-        horizontal_spacing=0.1,
-        subplot_titles=("what orders duty over gates", "share of b that is parameters"),
-    )
+    known = parameter[parameter["share"].notna()]
+    drawn = bool(theme.floats(known["share"]).any())
+    titles = ("what orders duty over gates", "share of b that is parameters")
+    fig = make_subplots(1, 1 + drawn, horizontal_spacing=0.1, subplot_titles=titles[: 1 + drawn])
     for index, (predictor, name) in enumerate(
         (("resting", "resting term"), ("read norm", "read norm |w| alone"), ("bias", "bias alone"))
     ):
@@ -79,43 +87,57 @@ def carried_rank(tables: Tables, info: Info) -> go.Figure:
         ),
         row=1, col=1,
     )  # fmt: skip
-    known = parameter[parameter["share"].notna()]
-    if len(known) and not theme.floats(known["share"]).any():
-        words(fig, "0 at every layer:<br>no constant lies on the path", 1, 2)
-        fig.update_yaxes(range=[-0.05, 1.0], row=1, col=2)
-    elif len(known):
+    if drawn:
         line(fig, known, "share", "all constants on the path", 4, 1, 2, legend=True)
         blank = np.full(len(known), np.nan)
         theme.series(
             fig, known["layer"], known["norm_bias_share"], blank, blank, "the norm's bias alone", 5,
             place={"row": 1, "col": 2},
         )  # fmt: skip
-    else:
-        words(fig, str(parameter["reason"].iloc[0]), 1, 2)
-    for col in (1, 2):
+        fig.update_yaxes(title_text="b_param · b / |b|²", tickformat=".0%", row=1, col=2)
+        theme.zero_line(fig, row=1, col=2)
+    for col in range(1, 2 + drawn):
         layers(fig, info["n_layers"], 1, col)
     fig.update_yaxes(title_text="Spearman correlation", range=[-1.05, 1.05], zeroline=True, row=1, col=1)
-    fig.update_yaxes(title_text="b_param · b / |b|²", tickformat=".0%", row=1, col=2)
-    theme.zero_line(fig, row=1, col=2)
     fig.update_annotations(font_size=13)
     styled = theme.style(
         fig,
-        "What orders the gates, and what of the reference is parameters",
+        "What orders the gates" + (", and what of the reference is parameters" if drawn else ""),
         subtitle(info, rank, "rho"),
         "Left: rank correlation, over a layer's gates, of duty with what might order it; ties share their ranks. "
-        "Random directions are orthogonal to b and as long. Right: the input-independent part of b, every output "
-        "bias, W_O b_V and the layer's own attention included, through the norm that the gate really reads.",
+        f"Random directions are orthogonal to b and as long. {_parameter_words(parameter, drawn)}",
         width=1040,
         height=450,
     )
     return clear_of_titles(styled)
 
 
+def _parameter_words(parameter: pd.DataFrame, drawn: bool) -> str:
+    if drawn:
+        return (
+            "Right: the input-independent part of b, every output bias, W_O b_V and the layer's own attention "
+            "included, through the norm that the gate really reads."
+        )
+    if parameter["share"].notna().any():
+        return "No constant lies on the path to the gates, so no part of b is parameters alone."
+    return f"What part of b is parameters alone is unknown: {parameter['reason'].iloc[0]}."
+
+
+DIRECTIONS = {
+    "read mean": "read mean b (control)",
+    "first token": "first token",
+    "sink": "first 16 positions",
+    "massive": "massive coordinates",
+    "outlier": "outlier dimensions",
+}
+METRICS = {"covariance": "in the covariance", "jaccard": "top-20 overlap"}
+
+
 def carried_geometry(tables: Tables, info: Info) -> go.Figure:
     """m^ against known directions, each metric beside its null (spec part B: geometry)."""
     table = tables["carried_geometry"]
     table = table[(table["metric"] != "energy")]
-    depths, metrics = sorted(table["layer"].unique()), list(dict.fromkeys(table["metric"]))
+    depths, metrics = spread(sorted(table["layer"].unique()), 4), list(dict.fromkeys(table["metric"]))
     directions = list(dict.fromkeys(table["direction"]))
     fig = make_subplots(
         1,
@@ -130,34 +152,40 @@ def carried_geometry(tables: Tables, info: Info) -> go.Figure:
         null = part.pivot(index="direction", columns="metric", values="null_95").loc[directions, metrics]
         above = np.abs(values.to_numpy()) > null.to_numpy()
         text = [
-            [f"{v:.2f}{'*' if a else ''}" for v, a in zip(*pair, strict=True)]
+            ["–" if np.isnan(v) else f"{v:.2f}{'*' if a else ''}" for v, a in zip(*pair, strict=True)]
             for pair in zip(values.to_numpy(), above, strict=True)
         ]
         fig.add_trace(
             go.Heatmap(
-                z=values, x=metrics, y=directions, zmin=-1, zmax=1, colorscale=theme.DIVERGING, xgap=1, ygap=1,
-                text=text, texttemplate="%{text}", textfont={"size": 10}, showscale=col == len(depths),
-                colorbar={"title": {"text": "similarity to m^", "side": "right"}, "thickness": 14, "outlinewidth": 0},
+                z=values, x=[_metric(name) for name in metrics], y=[DIRECTIONS[name] for name in directions],
+                zmin=-1, zmax=1, colorscale=theme.DIVERGING, xgap=1, ygap=1, text=text, texttemplate="%{text}",
+                textfont={"size": 10}, showscale=col == len(depths),
+                colorbar={"title": {"text": "similarity", "side": "top"}, "thickness": 14, "outlinewidth": 0},
                 customdata=null, hovertemplate="%{y}, %{x}<br>%{z:.3f}, null 95 %: %{customdata:.3f}<extra></extra>",
             ),
             row=1, col=col,
         )  # fmt: skip
+    fig.update_annotations(font_size=13)
     fig.update_xaxes(tickangle=-50, showgrid=False)
     fig.update_yaxes(autorange="reversed", showgrid=False)
     return theme.style(
         fig,
-        "Is the carried direction a known one",
+        "Is the carried direction a known one?",
         theme.subtitle(
-            info["n_tokens"], info["n_documents"], None, info["model"], "* above the null's 95th percentile"
+            info["n_tokens"], info["n_documents"], None, named(info), "* above the null's 95th percentile"
         ),
         "Similarity of m^ to the mean of what the gate reads (a positive control), the mean first token, the mean of "
         "the first 16 positions, the massive coordinates of the first token and the outlier dimensions of the last "
-        "stream. Metrics: cosine; cosine in the stream's covariance; cosine within its leading eigenvectors; overlap "
-        "of the 20 largest coordinates. The null is the same metric between single positions' deviations from the "
-        "mean in 16 documents, every two of them.",
+        "stream. Metrics: cosine; cosine in the stream's covariance; cosine within its 8, 32, ... leading principal "
+        "components; overlap of the 20 largest coordinates. The null is the same metric between single positions' "
+        "deviations from the mean in 16 documents, every two of them.",
         width=max(760, 260 + 250 * len(depths)),
         height=440,
     )
+
+
+def _metric(name: str) -> str:
+    return METRICS.get(name, name.replace("top ", "in PCs 1–"))
 
 
 def _bars(fig: go.Figure, part: pd.DataFrame, write: str, index: int) -> None:
@@ -167,7 +195,7 @@ def _bars(fig: go.Figure, part: pd.DataFrame, write: str, index: int) -> None:
     layer, share = theme.floats(part["layer"]) + offset, theme.floats(part["share"])
     fig.add_trace(
         go.Bar(
-            x=layer, y=share, width=0.36, name=write, marker={"color": colour},
+            x=layer, y=share, width=0.36, name="MLP" if write == "mlp" else write, marker={"color": colour},
             error_y=errors(part, "share", theme.INK),
             hovertemplate=f"{write}<br>layer %{{customdata}}<br>%{{y:.1%}}<extra></extra>", customdata=part["layer"],
         ),

@@ -1,19 +1,21 @@
 """The paper's numbers beside ours: a table from finished runs, blank where a model was not measured.
 
-The published values are the paper's (arXiv 2609.31956) and those of the data files of its public repository. Those of
-OPT are read from one token's features instead of positions (its block flattens batch and position), and parameter
-shares of Pythia and OPT-350M are taken through another norm than the gate's: there the two columns do not measure the
-same.
+Published values come from the paper (arXiv 2609.31956) and from the data files of its public repository; the column
+`source` of both lists says which. Re-measured are runs of `satlens reference`, `reference-scan` and `reference-causal`.
+Three published columns do not measure what their name says, see README.md: OPT, parameter shares, cosines of b.
 
 Example: python reports/reference_direction/compare.py runs/* --out reports/reference_direction
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from satlens.carried.summary import layer_rows
 from satlens.run import FinishedRun, open_run
 
 HERE = Path(__file__).parent
@@ -29,7 +31,16 @@ COLUMNS = {
     "duty_mean": "duty",
     "parameter_share": "parameter_share",
 }
-"""Quantity as published -> column of the scan's table."""
+"""Quantity as published -> column of the static table."""
+TAKES: dict[str, Callable[[np.ndarray], float]] = {
+    "min": np.min,
+    "max": np.max,
+    "sum": np.sum,
+    "mean": np.mean,
+    "growth": lambda values: values[-1] / values[0],
+    "median of sizes": lambda values: float(np.median(np.abs(values))),
+}
+"""What is made of several rows; ``only`` is the one row there is, with its interval."""
 WORDS = {
     "resting_median": "resting term, median gate",
     "coupling_median": "coupling w·b, median gate",
@@ -44,49 +55,63 @@ WORDS = {
 }
 
 
+HEAD = """# The paper's numbers beside ours
+
+Cells are `published / re-measured [95 % interval over documents]`, nothing after the stroke where a model was not
+measured. Made by `compare.py`; `comparison.csv` has every number with its source and its run.
+
+"""
+
+
 def published() -> pd.DataFrame:
-    """``model layer quantity published``, one row a number of the paper's scan."""
+    """``model layer source quantity published``, one row a number of the paper's scan."""
     wide = pd.read_csv(HERE / "published.csv")
-    long = wide.melt(["model", "layer"], var_name="quantity", value_name="published").dropna()
+    long = wide.melt(["model", "layer", "source"], var_name="quantity", value_name="published").dropna()
     long["order"] = long["quantity"].map({name: place for place, name in enumerate(COLUMNS)})
     return long.sort_values(["model", "layer", "order"], kind="stable").drop(columns="order")
 
 
 def measured(runs: list[FinishedRun]) -> pd.DataFrame:
-    """``model layer quantity re-measured low high run``, from every scan among the runs."""
+    """``model layer quantity re-measured low high run``, from the static tables among the runs, later ones last."""
     rows = []
     for run in runs:
-        if run.manifest.verb != "reference-scan":
-            continue
-        table = run.tables["scan"]
-        for _, row in table[(table["status"] == "measured") & table["twin"].isna()].iterrows():
-            biased = pd.notna(
-                row["ratio"]
-            )  # without biases every coupling outweighs them, which says nothing
-            left = [q for q in COLUMNS if biased or q not in ("dominance", "bias_median")]
+        for row in static_rows(run).to_dict("records"):
+            # without biases every coupling outweighs them, which says nothing
+            left = [q for q in COLUMNS if pd.notna(row["ratio"]) or q not in ("dominance", "bias_median")]
             rows += [_row(run, row, quantity, COLUMNS[quantity]) for quantity in left]
     names = ["model", "layer", "quantity", "re-measured", "low", "high", "run"]
     return pd.DataFrame(rows, columns=names).dropna(subset="re-measured")
 
 
-def _row(run: FinishedRun, row: pd.Series, quantity: str, column: str) -> tuple[Any, ...]:
+def static_rows(run: FinishedRun) -> pd.DataFrame:
+    """One row a model and layer: those of a scan, or the same made from one model's static tables."""
+    if run.manifest.verb == "reference-scan":
+        table = run.tables["scan"]
+        return table[(table["status"] == "measured") & table["twin"].isna()]
+    if run.manifest.verb != "reference":
+        return pd.DataFrame()
+    table = layer_rows(run.tables, int(run.manifest.summary["n_layers"]))
+    return table.assign(model=run.manifest.model["name"])
+
+
+def _row(run: FinishedRun, row: dict[str, Any], quantity: str, column: str) -> tuple[Any, ...]:
     ends = (row.get(f"{column}_low"), row.get(f"{column}_high"))
     return (row["model"], int(row["layer"]), quantity, row[column], *ends, run.path.name)
 
 
-def compared(runs: list[FinishedRun]) -> pd.DataFrame:
-    """Both, matched by the last part of the model's name, so that any local folder of that name counts."""
+def compared(runs: list[FinishedRun]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Both, matched by the last part of the model's name, so that any local folder of that name counts; and the rest.
+
+    The rest are models that the paper does not have, and layers of its models that it has no number of.
+    """
     paper, ours = published(), measured(runs)
     paper["key"] = paper["model"].str.split("/").str[-1].str.lower()
     ours["key"] = ours["model"].str.lower()
-    both = paper.merge(
-        ours.drop(columns="model").drop_duplicates(["key", "layer", "quantity"], keep="last"),
-        on=["key", "layer", "quantity"],
-        how="left",
-    )
-    extra = ours[~ours["key"].isin(paper["key"])].assign(published=float("nan"))
-    columns = ["model", "layer", "quantity", "published", "re-measured", "low", "high", "run"]
-    return pd.concat([both, extra], ignore_index=True)[columns]
+    names = ["key", "layer", "quantity"]
+    ours = ours.drop_duplicates(names, keep="last")
+    both = paper.merge(ours.drop(columns="model"), on=names, how="left")
+    columns = ["model", "layer", "quantity", "published", "re-measured", "low", "high", "run", "source"]
+    return both[columns], ours[~ours["key"].isin(paper["key"])].drop(columns="key")
 
 
 def singles(runs: list[FinishedRun]) -> pd.DataFrame:
@@ -100,8 +125,8 @@ def singles(runs: list[FinishedRun]) -> pd.DataFrame:
             if name == key and row.table in found.tables:
                 value, low, high = _taken(found.tables[row.table].query(row.query), row.column, row.take)
                 run = found.path.name
-        rows.append((row.model, row.words, row.published, value, low, high, run))
-    names = ["model", "quantity", "published", "re-measured", "low", "high", "run"]
+        rows.append((row.model, row.words, row.published, value, low, high, run, row.source))
+    names = ["model", "quantity", "published", "re-measured", "low", "high", "run", "source"]
     return pd.DataFrame(rows, columns=names)
 
 
@@ -116,7 +141,8 @@ def _taken(rows: pd.DataFrame, column: str, take: str) -> tuple[float | None, fl
             row.get(f"{column}_low", row.get("low")),
             row.get(f"{column}_high", row.get("high")),
         )
-    return float(getattr(rows[column], take)()), None, None
+    values = rows[column].to_numpy(dtype=float)
+    return float(TAKES[take](values)), None, None
 
 
 def singles_markdown(table: pd.DataFrame) -> str:
@@ -142,6 +168,19 @@ def as_markdown(table: pd.DataFrame) -> str:
     return "\n".join(parts)
 
 
+def extra_markdown(table: pd.DataFrame) -> str:
+    """One table of all models that the paper does not have: a row a model and layer, without intervals."""
+    wide = table.pivot(index=["model", "layer"], columns="quantity", values="re-measured")
+    order = pd.MultiIndex.from_frame(table[["model", "layer"]].drop_duplicates())
+    wide = wide.reindex(order)[[name for name in COLUMNS if name in wide]]
+    parts = ["| model | layer | " + " | ".join(WORDS[name] for name in wide) + " |"]
+    parts.append("|---|" + "---|" * (1 + wide.shape[1]))
+    for (model, layer), row in wide.iterrows():
+        cells = ["" if pd.isna(value) else f"{value:.4g}" for value in row]
+        parts.append(f"| {model} | {layer} | " + " | ".join(cells) + " |")
+    return "\n".join(parts) + "\n"
+
+
 def _cell(rows: pd.DataFrame) -> str:
     if rows.empty:
         return ""
@@ -162,14 +201,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE)
     given = parser.parse_args()
     runs = [open_run(path) for path in given.runs if (path / "manifest.json").is_file()]
-    table, others = compared(runs), singles(runs)
+    (table, extra), others = compared(runs), singles(runs)
     given.out.mkdir(parents=True, exist_ok=True)
-    pd.concat([table, others]).to_csv(given.out / "comparison.csv", index=False)
-    head = "Cells are `published / re-measured [95 % interval over documents]`; blank where not measured.\n\n"
-    text = head + singles_markdown(others) + "\n" + as_markdown(table)
+    pd.concat([table, others, extra]).to_csv(given.out / "comparison.csv", index=False)
+    text = HEAD + singles_markdown(others) + "\n" + as_markdown(table)
+    if len(extra):
+        text += "\n### Models that the paper does not have\n\n" + extra_markdown(extra)
     (given.out / "comparison.md").write_text(text, encoding="utf-8")
     done = table["re-measured"].notna().sum() + others["re-measured"].notna().sum()
-    print(f"{done} of {len(table) + len(others)} numbers re-measured; {given.out / 'comparison.md'}")
+    print(
+        f"{done} of {len(table) + len(others)} published numbers re-measured; {given.out / 'comparison.md'}"
+    )
 
 
 if __name__ == "__main__":

@@ -133,11 +133,19 @@ def documents(reader: "Reader", reading: "Reading", same: bool = False) -> Docum
     ``reading.window`` cuts documents shorter than 256; ``same`` fits on the documents that are evaluated.
 
     Raises:
-        UserError: no text, text of another tokenizer, or no document of at least 64 tokens.
+        UserError: rows of another layout, no text, text of another tokenizer, ids that the model lacks, or no
+            document of at least 64 tokens.
     """
+    if reading.layout == "stream":
+        raise UserError("the carried direction is measured on one document a row: leave --layout out")
     path = reading.text or reference.TEXT
     longest = min(reader.n_ctx, reading.window or LONGEST)
-    return split(read_documents(path, reader.tokenizer, longest, reading.tokens, reader.bos), same)
+    found = read_documents(path, reader.tokenizer, longest, reading.tokens, reader.bos)
+    if (largest := max(int(ids.max()) for ids in found.ids)) >= reader.d_vocab:
+        raise UserError(
+            f"{path.name} has token id {largest}, {reader.name} only {reader.d_vocab}: the tokenizer is not the model's"
+        )
+    return split(found, same)
 
 
 def read_documents(
@@ -196,9 +204,11 @@ def _corpus(path: Path, tokenizer: Any) -> Any:
 def split(documents: DocumentSet, same: bool = False) -> DocumentSets:
     """Even documents fit, odd ones evaluate, so the two share none; with ``same`` (or only one) both are all."""
     if same or documents.n_documents < 2:
-        if not same:
+        if documents.n_documents < 2:
             say("note: a single document, so the same one fits and is evaluated, and no interval is given")
         return DocumentSets(documents, documents, True)
+    if documents.n_documents < 4:
+        say(f"note: {documents.n_documents} documents make sets of one, so some numbers have no interval")
     places = range(documents.n_documents)
     return DocumentSets(documents.take(places[::2]), documents.take(places[1::2]), False)
 

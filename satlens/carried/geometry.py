@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from satlens.bootstrap import Floats, Weights, statistic_interval
+from satlens.bootstrap import Floats, Interval, Weights, statistic_interval
 from satlens.carried.documents import SKIP
 from satlens.carried.mean import columns
 from satlens.carried.statics import Statics
@@ -37,6 +37,12 @@ def geometry_table(statics: Statics, fit: Weights) -> pd.DataFrame:
         nulls = {name: [metric(one, other) for one, other in pairs] for name, metric in metrics.items()}
         for direction, (vector, coordinates) in proxies(statics, layer).items():
             for name, metric in metrics.items():
+                if (
+                    name == "jaccard"
+                    and coordinates is not None
+                    and len(coordinates) < min(N_OUTLIER, len(m))
+                ):
+                    continue  # five coordinates have no twenty largest: the others would be zeros in order of place
                 ends = (
                     columns("value", _raw_interval(statics, layer, fit, vector)) if name == "cosine" else {}
                 )
@@ -86,20 +92,24 @@ def _metrics(covariance: Floats, d_model: int) -> dict[str, Metric]:
     _, vectors = np.linalg.eigh(covariance)
     out: dict[str, Metric] = {"cosine": _cosine, "covariance": lambda u, v: _weighted(u, v, covariance)}
     for rank in (rank for rank in RANKS if rank < d_model):
-        top = vectors[:, -rank:]
-        out[f"top {rank}"] = lambda u, v, top=top: _cosine(top.T @ u, top.T @ v)
+        out[f"top {rank}"] = _within(vectors[:, -rank:])
     return {**out, "jaccard": _jaccard}
 
 
+def _within(basis: Floats) -> Metric:
+    """Cosine of the parts in a subspace."""
+    return lambda one, other: _cosine(basis.T @ one, basis.T @ other)
+
+
 def _covariance(statics: Statics, layer: int) -> Floats:
-    """Covariance of the stream at a layer, over every fourth position."""
+    """Covariance of the stream at a layer over every fourth position, about the mean of these positions."""
     data = statics.evaluate
-    mean = data["resid"][:, layer].sum(0) / data["count"].sum()
     second: Floats = data[f"covariance_{layer}"] / data["covariance_count"]
+    mean = data[f"deviation_{layer}"] / data["covariance_count"]
     return second - np.outer(mean, mean)
 
 
-def _raw_interval(statics: Statics, layer: int, fit: Weights, vector: Floats) -> object:
+def _raw_interval(statics: Statics, layer: int, fit: Weights, vector: Floats) -> Interval:
     unit = vector / np.linalg.norm(vector)
     sums, count = statics.fit["resid"][:, layer], statics.fit["count"]
     return statistic_interval(sums, count, fit, lambda m: (m @ unit) / np.linalg.norm(m, axis=-1))

@@ -37,6 +37,8 @@ class Induction:
     """Mean NLL in nats of the same tokens in the second copy."""
     n_predictions: int
     """Predictions behind each of the two means, over all sequences."""
+    chance: float
+    """What a head that spreads its attention evenly over the past would score."""
 
     def heads(self) -> Float[np.ndarray, "layer head"]:
         """Mean over sequences, for each head."""
@@ -89,7 +91,14 @@ def induction(
         first=first,
         second=second,
         n_predictions=sequences * (length - 1),
+        chance=even_attention(length, lead),
     )
+
+
+def even_attention(length: int, lead: int = 0) -> float:
+    """The score of attention spread evenly: mean of ``1 / (t + 1)`` over the positions that are read."""
+    positions = np.arange(lead + length, lead + 2 * length - 1)
+    return float((1 / (positions + 1)).mean())
 
 
 def repeated_ids(

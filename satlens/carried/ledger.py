@@ -45,6 +45,9 @@ class Entry:
     renormed: bool
     """Whether a norm stands between these writes and the stream, so that their constants reach it changed."""
 
+    adds: bool
+    """Whether the stream after the block is the stream before it and both writes (Granite scales them first)."""
+
     @property
     def attention_constant(self) -> Float[Tensor, " d_model"]:
         """All that attention writes whatever it reads."""
@@ -154,10 +157,12 @@ def _watcher(store: list[_Ran], name: str, batch: int, pos: int) -> Callable[...
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         try:
             given, _ = first_tensor(args, kwargs)
-            copies = [unfolded(tensor, batch, pos, name).detach().clone() for tensor in (given, output)]
+            before, after = (
+                unfolded(tensor, batch, pos, name).detach().clone() for tensor in (given, output)
+            )
         except (ValueError, AttributeError):  # no map from positions to positions: a table, a cache, a mask
             return
-        store.append(_Ran(name, module, *copies, original=output))
+        store.append(_Ran(name, module, before, after, original=output))
 
     return watch
 
@@ -187,7 +192,11 @@ def _entry(reader: Reader, layer: int, seen: _Seen, value_constant: Tensor | Non
         attention_bias=_bias(out, stream),
         value_constant=value_constant,
         mlp_bias=_bias(mlp_out, stream),
-        renormed=reader.parts["ln1_post"][layer] is not None or reader.parts["ln2_post"][layer] is not None,
+        renormed=any(
+            layer in reader.sites[role] and reader.sites[role][layer].module is not reader.parts[part][layer]
+            for role, part in (("attn_out", "attn.o"), ("mlp_out", "mlp.out"))
+        ),
+        adds=close(after, stream + attention + write),
     )
 
 

@@ -29,17 +29,22 @@ def open_reader(model: str, reading: Reading, tokenizer_folder: Path | None = No
     run, and nothing is fetched.
 
     Raises:
-        UserError: the folder, its architecture or its tokenizer cannot be used, or a site is dead.
+        UserError: the folder, its architecture, its tokenizer or the device cannot be used, or a site is dead.
     """
     from satlens.carried.proofs import prove
     from satlens.checkpoint import load_tokenizer
 
     path = reference.resolve(model)
-    loaded, facts, bos = _load(path, getattr(torch, reading.dtype), reading.device)
+    try:
+        loaded, facts, bos = _load(path, getattr(torch, reading.dtype), reading.device)
+    except (AssertionError, RuntimeError) as error:
+        if reading.device != "cpu" and ("CUDA" in str(error) or "device" in str(error)):
+            raise UserError(f"cannot use device {reading.device}: {_first_line(error)}") from error
+        raise
     tokenizer = load_tokenizer(tokenizer_folder or path)
     if bos is None and "layout" not in facts:
         bos = _leading_token(tokenizer)
-    name = model if model in reference.MODELS else path.resolve().name
+    name = model if model in reference.MODELS else _folder_name(path.resolve())
     facts = {"name": name, **facts, "precision": reading.dtype}
     reader = read_model(loaded, tokenizer, name=name, facts=facts, bos=bos)
     prove(reader)
@@ -107,32 +112,75 @@ def twin(reader: Reader, seed: int) -> Reader:
 def _load(path: Path, dtype: torch.dtype, device: str) -> tuple[Any, dict[str, Any], int | None]:
     """The model, its facts, and the token before documents where the checkpoint itself says so."""
     from satlens.checkpoint import digest_of, load_model, model_facts
-    from satlens.checkpoint_folder import read_json
+    from satlens.checkpoint_folder import read_facts, read_json
     from satlens.hf import MODELS
 
     if not (path / "config.json").is_file():
         raise UserError(
             f"no config.json in {path}: give a model's folder, or one of {', '.join(reference.MODELS)}"
         )
-    if read_json(path / "config.json").get("model_type") in MODELS:
+    note = {"weights": read_facts(path).get("weights")}
+    config = read_json(path / "config.json")
+    if config.get("model_type") in MODELS:
         facts = model_facts(path)
         model = load_model(path, dtype, device)
-        return model, facts, model.config.bos_token_id if facts["layout"]["bos"] else None
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"{path} does not open as a causal language model: {_first_line(error)}") from error
+        return model, {**facts, **note}, model.config.bos_token_id if facts["layout"]["bos"] else None
+    _refuse_code(path, config)
+    model = _load_other(path, dtype)
     facts = {
         "architecture": model.config.model_type,
         "n_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "digest": digest_of(dict(model.state_dict())),
+        **note,
         "notes": [],
     }
     return model.to(device), facts, None
+
+
+def _refuse_code(path: Path, config: Mapping[str, Any]) -> None:
+    """Nothing in a folder is run: neither its Python files nor pickles.
+
+    Raises:
+        UserError: the model needs either.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+        raise UserError(
+            f"{path} needs its own code to be run (auto_map in config.json), which is never done here: open it "
+            "yourself in Python and give the model to satlens.carried.opening.read_model"
+        )
+    pickles = sorted(file.name for file in path.glob("*.bin"))
+    if pickles and not any(path.glob("*.safetensors")):
+        raise UserError(
+            f"{path} has its weights as pickles alone ({pickles[0]}), and a pickle can run code when it is opened: "
+            "save the model as safetensors (its save_pretrained does)"
+        )
+
+
+def _load_other(path: Path, dtype: torch.dtype) -> Any:
+    """A model of transformers, with every weight from the folder.
+
+    Raises:
+        UserError: it does not open, or weights are missing (transformers would draw them at random).
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{path} does not open as a causal language model: {_first_line(error)}") from error
+    model, loading = opened
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"{path} lacks {len(missing)} weights of its config's {type(model).__name__}, the first {missing[0]}: "
+            "is it a checkpoint of another model?"
+        )
+    return model
 
 
 def _components(model: Any) -> dict[str, Any]:
@@ -185,6 +233,11 @@ def _leading_token(tokenizer: Any) -> int | None:
     """The token that the tokenizer puts before a text by default, if any."""
     ids = tokenizer("a")["input_ids"]
     return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
+
+
+def _folder_name(path: Path) -> str:
+    """A model's name; training saves under names that say nothing without the run's."""
+    return f"{path.parent.name}/{path.name}" if path.name in ("final", "latest") else path.name
 
 
 def _first_line(error: Exception) -> str:

@@ -6,13 +6,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from satlens.errors import SatlensError
 from satlens.log import say
 from satlens.run import plain
 
 Rows = dict[str, list[dict[str, Any]]]
 """Table -> its rows, as one model gave them."""
-FAILURES = (SatlensError, RuntimeError, ValueError, OSError, NotImplementedError, MemoryError)
+EDITION = 1
+"""Raised when the same identity would give other rows than before, so that those of older code are not taken."""
+FAILURES = (
+    SatlensError,
+    SafetensorError,
+    RuntimeError,
+    ValueError,
+    OSError,
+    NotImplementedError,
+    MemoryError,
+)
 """What a model can fail with that is no reason to give up the others: it cannot be opened, run, or held."""
 
 
@@ -21,7 +33,7 @@ def piece(folder: Path, identity: Mapping[str, Any], compute: Callable[[], Rows]
 
     ``identity`` is all that the rows depend on: weights, documents, settings. Another identity is another piece.
     """
-    text = json.dumps(plain(dict(identity)), sort_keys=True, allow_nan=False)
+    text = json.dumps(plain({"edition": EDITION, **identity}), sort_keys=True, allow_nan=False)
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

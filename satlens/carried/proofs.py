@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from satlens.carried.documents import rows_of
 from satlens.carried.ledger import probe_ids
 from satlens.carried.reader import Reader
-from satlens.carried.reads import GateRead, Hook, State
+from satlens.carried.reads import Edit, GateRead, Hook, State
+from satlens.carried.sums import raise_overflow
 from satlens.errors import UserError
 
 
@@ -26,9 +29,7 @@ def prove(reader: Reader) -> None:
     ids = probe_ids(reader)
     clean, states = reader.run_keeping(ids, range(reader.n_layers))
     if not bool(torch.isfinite(clean).all()):
-        raise UserError(
-            f"{reader.name}: hidden states are not finite on a probe: use a wider dtype than {clean.dtype}"
-        )
+        raise_overflow(reader, rows_of([ids[0].cpu().numpy()], np.arange(1), reader.device, reader.pad))
     _prove_head(reader, ids, clean)
     _prove_causal(reader, ids, clean)
     _prove_restart(reader, states, clean)
@@ -66,14 +67,15 @@ def _prove_restart(reader: Reader, states: dict[int, State], clean: Tensor) -> N
 def _prove_activations(reader: Reader, ids: Tensor) -> None:
     """Post-activation is the function of the pre-activation, times the up-projection where there is one."""
     seen: dict[tuple[str, int], Tensor] = {}
-    hooks: list[Hook] = [
-        (role, read.layer, lambda x, key=(role, read.layer): seen.__setitem__(key, x.clone()))
-        for read in reader.reads
-        for role in ("read", "pre", "post")
-    ]
+
+    def keep(role: str, layer: int) -> Edit:
+        return lambda x: seen.__setitem__((role, layer), x.clone())
+
+    roles = ("read", "pre", "post")
+    hooks = [(role, read.layer, keep(role, read.layer)) for read in reader.reads for role in roles]
     reader.run(ids, hooks)
     for read in reader.reads:
-        x, z, post = (seen[role, read.layer].float() for role in ("read", "pre", "post"))
+        x, z, post = (seen[role, read.layer].float() for role in roles)
         expected = read.activate(z)
         if read.gated:
             expected = expected * _up(reader, read, x)

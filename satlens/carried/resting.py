@@ -79,7 +79,9 @@ def _duty_columns(statics: Statics, read: GateRead, evaluate: Weights) -> dict[s
     """Mean and median duty over gates, and the share of (gate, position) pairs that fire."""
     at, count = f"{read.kind}_{read.layer}", statics.evaluate["count"]
     duty = statics.evaluate[f"duty_{at}"]
-    out: dict[str, object] = columns("duty", ratio_interval(duty.mean(1, dtype=np.float64), count, evaluate))
+    out: dict[str, object] = {
+        **columns("duty", ratio_interval(duty.mean(1, dtype=np.float64), count, evaluate))
+    }
     median = statistic_interval(duty, count, evaluate, lambda d: np.median(d, axis=-1))
     out.update(columns("duty_median", median))
     for place, level in enumerate(FIRING):
@@ -90,7 +92,8 @@ def _duty_columns(statics: Statics, read: GateRead, evaluate: Weights) -> dict[s
 
 
 def gates_table(statics: Statics, most: int = 400) -> pd.DataFrame:
-    """Single gates: coupling, bias, resting term, measured mean pre-activation and duty, evenly chosen by number."""
+    """Single gates, evenly chosen by number: coupling, bias, resting term, measured mean pre-activation and duty (what
+    spec part B's decomposition and rank nulls are taken over)."""
     parts = []
     count = statics.evaluate["count"].sum()
     for read in (*statics.reads, *statics.value_reads):

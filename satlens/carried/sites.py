@@ -71,8 +71,9 @@ def sites_of(
         sites["read"][at] = Site(module=read.linear, side="in")
         sites["pre"][at] = Site(module=read.linear, side="out", rows=read.rows)
         sites["post"][at] = Site(module=found["mlp.out"][at], side="in")
-        sites["mlp_out"][at] = Site(module=found["ln2_post"][at] or found["mlp.out"][at], side="out")
-        if (attention := found["ln1_post"][at] or found["attn.o"][at]) is not None:
+        after_attention, after_mlp = norms_after(found, at)
+        sites["mlp_out"][at] = Site(module=after_mlp or found["mlp.out"][at], side="out")
+        if (attention := after_attention or found["attn.o"][at]) is not None:
             sites["attn_out"][at] = Site(module=attention, side="out")
     sites["resid"][len(reads)] = Site(module=found["blocks"][-1], side="out")
     if own_gates:
@@ -83,6 +84,22 @@ def sites_of(
         sites["value_pre"] = {read.layer: Site(module=read.linear, side="out") for read in own_gates}
         sites["value_gate"] = {at: Site(module=gate, side="out") for at, gate in gates.items()}
     return sites
+
+
+def norms_after(found: Mapping[str, Any], layer: int) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms between attention's and the MLP's output and the stream, where a block has them.
+
+    OLMo-2's blocks have no others, and its adapter calls them ln1 and ln2; ``input_layernorm`` tells Llama's from them.
+    """
+    block, own = found["blocks"][layer], (found["ln1_post"][layer], found["ln2_post"][layer])
+    names = ("post_attention_layernorm", "post_feedforward_layernorm")
+    if (
+        own == (None, None)
+        and not hasattr(block, "input_layernorm")
+        and all(hasattr(block, n) for n in names)
+    ):
+        return getattr(block, names[0]), getattr(block, names[1])
+    return own
 
 
 def head_of(model: Any) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:

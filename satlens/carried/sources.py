@@ -23,10 +23,8 @@ def writes_table(statics: Statics, evaluate: Weights) -> pd.DataFrame:
     ``constant_share`` the part of it that is a parameter: output biases and ``W_O b_V``. With the embeddings the shares
     add up to 1 in a pre-norm block (spec part B, writes).
     """
-    deep, sums = statics.n_layers - 1, statics.evaluate
-    m_deep = _mean(sums, "resid", deep)
-    along = m_deep / np.linalg.norm(m_deep)
-    rows = [_write_row(statics, evaluate, -1, "embedding", sums["resid"][:, 0], np.zeros_like(along))]
+    sums = statics.evaluate
+    rows = [_write_row(statics, evaluate, -1, "embedding", sums["resid"][:, 0], statics.origin)]
     for layer in range(statics.n_layers):
         for write, role in WRITES.items():
             if role in sums:
@@ -43,7 +41,7 @@ def _write_row(
     count = sums["count"]
     share = statistic_interval(both, count, evaluate, _share_of)
     m_deep = _mean(sums, "resid", deep)
-    below = layer < deep
+    below = layer < deep and not _unknown_sums(statics, deep)
     part = np.nan if constant is None else float(constant @ m_deep / (m_deep @ m_deep))
     return {
         "layer": layer,
@@ -57,9 +55,12 @@ def _write_row(
 
 
 def sources_table(statics: Statics) -> pd.DataFrame:
-    """What share of each layer's m every write before it supplies: ``mean write . m^_L / |m_L|``, without intervals."""
+    """What share of each layer's m every write before it supplies: ``mean write . m^_L / |m_L|`` (spec part B, writes:
+    "layer-0 block 28 % of L8"). Without intervals."""
     sums, rows = statics.evaluate, []
     for target in range(statics.n_layers):
+        if _unknown_sums(statics, target):
+            break
         m = _mean(sums, "resid", target)
         unit = m / (m @ m)
         rows.append((target, -1, "embedding", float(_mean(sums, "resid", 0) @ unit)))
@@ -70,6 +71,11 @@ def sources_table(statics: Statics) -> pd.DataFrame:
                 if role in sums
             ]
     return pd.DataFrame(rows, columns=["target", "layer", "write", "share"])
+
+
+def _unknown_sums(statics: Statics, target: int) -> bool:
+    """Whether a block below does something to its writes before it adds them, so that they are no shares of m."""
+    return any(entry.block == "other" and not entry.adds for entry in statics.entries[:target])
 
 
 def constant_share_table(statics: Statics, evaluate: Weights) -> pd.DataFrame:
@@ -125,7 +131,8 @@ def _constant_share(
         product = np.einsum("nd,nd->n", *means)
         both = np.stack([product_along, product - product_along], axis=1)
         scale = np.stack([along, whole - along], axis=1)
-        present = np.stack([half @ count > 0 for half in halves]).all(0)[:, None] & (scale > 0)
+        filled = np.stack([half @ count for half in halves]).min(0) > 0
+        present = filled[:, None] & (scale > 0)
         return np.divide(both, scale, out=np.full_like(both, np.nan), where=present)
 
     estimate = of(np.ones((1, len(count))))[0]
@@ -207,7 +214,8 @@ def _path_constants(statics: Statics, fit: Weights) -> dict[int, tuple[Floats, F
 
 
 def ledger_table(statics: Statics) -> pd.DataFrame:
-    """One row a layer: block style, the norm that feeds the gate, and the lengths of the constants on the path."""
+    """One row a layer: block style, the norm that feeds the gate, and the lengths of the constants on the path, which
+    is what the parameter share (spec part B) rests on."""
     rows = []
     for entry, read in zip(statics.entries, statics.reads, strict=True):
         norm = entry.norm

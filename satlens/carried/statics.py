@@ -12,12 +12,11 @@ import pandas as pd
 import torch
 
 from satlens.bootstrap import Floats, Weights, document_weights
+from satlens.carried.document_sums import Sums
 from satlens.carried.documents import DocumentSets, Rows
-from satlens.carried.ledger import Entry, ledger, stream_constant, value_ledger
-from satlens.carried.norms import Norm
+from satlens.carried.ledger import Entry, ledger, stream_constant
 from satlens.carried.reader import Reader
 from satlens.carried.reads import GateRead
-from satlens.carried.sums import Sums
 from satlens.errors import SatlensError, UserError
 
 GEOMETRY_DEPTHS = (0.2, 0.35, 0.5, 0.65)
@@ -40,7 +39,6 @@ class Statics:
     entries: tuple[Entry, ...]
     reads: tuple[GateRead, ...]
     value_reads: tuple[GateRead, ...]
-    value_norms: Mapping[int, Norm | None]
     origin: Floats
     """Constant part of the stream before the first block."""
     layers: tuple[int, ...]
@@ -74,16 +72,16 @@ def measure(
         SatlensError: an overflow (named), or the resting term is not the mean pre-activation.
     """
     chosen = checked_layers(reader, layers)
-    entries, norms = ledger(reader), value_ledger(reader)
+    entries = ledger(reader)
     geometry = tuple(layers) if layers else depths(reader.n_layers)
 
     def pass_over(documents: Any, **options: Any) -> dict[str, np.ndarray]:
-        sums = Sums(reader, entries, documents, value_norms=norms, **options)
+        sums = Sums(reader, entries, documents, **options)
         return gather(sums.run(documents, batch_size, on_batch, *place)).arrays()
 
-    fit = pass_over(sets.fit, gates=False)
-    directions = torch.from_numpy(unit_means(fit)).float()
-    evaluate = pass_over(sets.evaluate, directions=directions, covariances=geometry)
+    fit = pass_over(sets.fit)
+    unit_means(fit)  # a mean without a direction stops the run before the second pass
+    evaluate = pass_over(sets.evaluate, means=torch.from_numpy(stream_means(fit)), covariances=geometry)
     made = Statics(
         fit=fit,
         evaluate=evaluate,
@@ -93,7 +91,6 @@ def measure(
         entries=entries,
         reads=reader.reads,
         value_reads=reader.value_reads,
-        value_norms=norms,
         origin=stream_constant(reader).double().cpu().numpy(),
         layers=chosen,
         geometry=geometry,
@@ -133,13 +130,19 @@ def weights(statics: Statics, n_resamples: int, seed: int) -> tuple[Weights, Wei
     return fit, fit if statics.same else document_weights(n_evaluate, n_resamples, seed + 1)
 
 
+def stream_means(sums: Mapping[str, np.ndarray]) -> Floats:
+    """``[layer d_model]``: m, the mean stream at each layer's input."""
+    total: Floats = sums["resid"][:, :-1].sum(0)
+    return total / sums["count"].sum()
+
+
 def unit_means(sums: Mapping[str, np.ndarray]) -> Floats:
     """``[layer d_model]``: the mean stream at each layer's input, at length 1.
 
     Raises:
         SatlensError: a mean of length 0, which has no direction.
     """
-    means = sums["resid"][:, :-1].sum(0) / sums["count"].sum()
+    means = stream_means(sums)
     length = np.linalg.norm(means, axis=-1, keepdims=True)
     if bad := np.flatnonzero(~(length[:, 0] > 0)).tolist():
         raise SatlensError(
@@ -149,7 +152,8 @@ def unit_means(sums: Mapping[str, np.ndarray]) -> Floats:
 
 
 def check_linearity(statics: Statics) -> None:
-    """The resting term is the mean pre-activation, by linearity: on the same documents, to float32 rounding.
+    """The resting term is the mean pre-activation, by linearity (spec part B, resting term): on the same documents, to
+    float32 rounding.
 
     Raises:
         SatlensError: they differ, so what is hooked is not what the gate linear reads or returns.

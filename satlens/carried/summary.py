@@ -55,19 +55,23 @@ def layer_rows(tables: Tables, n_layers: int) -> pd.DataFrame:
     halves = halves[halves["comparison"] == "halves"].set_index("layer")
     ends = {"cosine": "stability", "cosine_low": "stability_low", "cosine_high": "stability_high"}
     out = out.join(halves[list(ends)].rename(columns=ends))
-    out = out.join(_ranks(tables["carried_rank"]))
+    out = out.join(ranks(tables["carried_rank"]))
     out = out.join(_parameters(tables["carried_parameter_share"]))
     out = out.reset_index()
     out.insert(1, "depth", out["layer"] / n_layers)
     return out
 
 
-def _ranks(rank: pd.DataFrame) -> pd.DataFrame:
-    """What orders duty: the resting term, the coupling, the read norm, the bias, and the median random direction."""
+def ranks(rank: pd.DataFrame) -> pd.DataFrame:
+    """What orders duty: the resting term, the coupling, the read norm, the bias, and a random direction.
+
+    Of random directions it is the median of ``|rho|``, as in the paper's code: their signs are chance.
+    """
     columns = {}
     for predictor, rows in rank.groupby("predictor", sort=False):
         name = f"rho_{str(predictor).replace(' ', '_')}"
-        columns[name] = rows.groupby("layer")["rho"].median()  # one row but for the random directions
+        rho = rows["rho"].abs() if predictor == "random" else rows["rho"]
+        columns[name] = rho.groupby(rows["layer"]).median()  # one row but for the random directions
         if predictor == "resting":
             columns[f"{name}_low"], columns[f"{name}_high"] = (
                 rows.set_index("layer")[end] for end in ("rho_low", "rho_high")

@@ -1,9 +1,15 @@
 """What happens when the carried direction is changed: doses, replacements, noise, windows, many layers, and the gate.
 
-Edits the residual stream at a layer's input, far positions only, along m^ fitted on documents that are not evaluated,
-and beside every edit its controls: as long a displacement along random directions orthogonal to m^, and the same at the
-norm the stream had. Measures KL to the clean model, NLL, entropy, and the duty and firing of MLP gates (spec part B).
+Edits the residual stream at a layer's input, from the 17th token of a document on, along m^: the direction of the mean
+stream there, fitted on documents that are not evaluated. Beside every edit stand its controls: as long a displacement
+along random directions orthogonal to m^, and the same at the norm the stream had. Measures KL to the clean model, NLL,
+entropy, and the share of MLP gates on duty (above 0) and firing (above 0.5), each with its interval (spec part B).
 Each experiment's tables are written as it ends; one that fails is named and costs no other.
+
+Experiments: dose (the projection on m^ times alpha), prediction (the same from one clean pass, beside the measured),
+replacement (the projection moved to other directions), recovery (does the stream find back), co-removal (many layers at
+once), gate (SATFormer's own gate, beside closing it), noise (the same energy, no direction), window (positions 64-71,
+read later), ladder (prose to a repeated token), twin (the doses where nothing was trained).
 
 Examples:
     satlens reference-causal reference-transformer
@@ -47,7 +53,7 @@ class Config:
         "co-removal",
         "gate",
     )
-    """What to do; gate is SATFormer's own and left out where a model has none."""
+    """What to do (above); gate is left out where a model has none of its own."""
     layers: tuple[int, ...] = ()
     """Layers whose input is edited; left out, those at .20, .35, .50 and .65 of the depth."""
     alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0)
@@ -329,13 +335,19 @@ def headline(tables: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
                 ("kl_far", "nats"),
                 ("delta_nll", "nats"),
             ):
-                ends = (row[name], row[f"{name}_low"], row[f"{name}_high"])
-                out[f"{at}_{name}"] = measured(*(None if pd.isna(end) else end for end in ends), unit)
-    if "prediction" in tables:
-        rows = tables["prediction"]
-        best = rows[(rows["shape"] == "empirical") & (rows["norm"] == "rescaled")]
-        for (kind, level), part in best.groupby(["kind", "level"]):
-            worst = part.loc[part["error"].abs().idxmax()]
-            out[f"prediction_{kind}_{level}_worst_error"] = float(worst["error"])
-            out[f"prediction_{kind}_{level}_worst_at"] = f"layer {worst['layer']}, alpha {worst['alpha']:g}"
+                out[f"{at}_{name}"] = _measured(row, name, unit)
+        versus = tables["dose_controls"]
+        if len(versus):
+            plain = (versus["alpha"] == 0) & ~versus["norm_kept"] & (versus["control"] == "matched")
+            for row in versus[plain & (versus["measure"] == "kl_far")].to_dict("records"):
+                out[f"layer_{row['layer']}_removal_kl_far_over_controls"] = _measured(row, "ratio", "times")
+    if "prediction_summary" in tables:
+        from satlens.carried.forecast import failures_in_words
+
+        out |= failures_in_words(tables["prediction_summary"])
     return out
+
+
+def _measured(row: Mapping[Any, Any], name: str, unit: str) -> dict[str, Any]:
+    ends = (row[name], row[f"{name}_low"], row[f"{name}_high"])
+    return measured(*(None if pd.isna(end) else end for end in ends), unit)

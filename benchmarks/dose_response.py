@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import BATCH, POS, SHAPE, Row, build, command, compare, interleave
+from common import POS, SHAPE, Row, build, command, compare, interleave
 from torch import Tensor
 
 from satlens.carried import directions
@@ -19,6 +19,8 @@ from satlens.carried.tally import Probe
 LAYERS = tuple(range(SHAPE["num_hidden_layers"]))
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0)
 CONTROLS = 8
+ROWS = 2
+"""Documents: both sides pay by the row, and more of them change the time a round takes but not the ratio."""
 
 
 def settings(d_model: int) -> dict[tuple[int, float, int], Edit]:
@@ -38,9 +40,9 @@ def settings(d_model: int) -> dict[tuple[int, float, int], Edit]:
 
 
 def documents() -> DocumentSet:
-    """As many rows of random ids as a batch holds."""
-    ids = np.random.default_rng(0).integers(1, SHAPE["vocab_size"], (BATCH, POS))
-    return DocumentSet(ids=tuple(ids), names=("random",) * BATCH, kinds=("random",) * BATCH)
+    """Rows of random ids."""
+    ids = np.random.default_rng(0).integers(1, SHAPE["vocab_size"], (ROWS, POS))
+    return DocumentSet(ids=tuple(ids), names=("random",) * ROWS, kinds=("random",) * ROWS)
 
 
 def ours(reader: Any, docs: DocumentSet, made: dict[tuple[int, float, int], Edit]) -> dict[Any, Tensor]:
@@ -52,7 +54,7 @@ def ours(reader: Any, docs: DocumentSet, made: dict[tuple[int, float, int], Edit
         sums=lambda z, rows, layer: count_above(z, rows.far, levels),
     )
     changes = [Change(edits={("resid", layer): step}) for (layer, _, _), step in made.items()]
-    tally = shared_pass(reader, docs, changes, {"gates": gates}, batch_size=BATCH)
+    tally = shared_pass(reader, docs, changes, {"gates": gates}, batch_size=ROWS)
     return {
         key: torch.stack(
             [
@@ -69,7 +71,7 @@ def ours(reader: Any, docs: DocumentSet, made: dict[tuple[int, float, int], Edit
 @torch.no_grad()
 def plain_loop(model: Any, docs: DocumentSet, made: dict[tuple[int, float, int], Edit]) -> dict[Any, Tensor]:
     """The same by one forward a setting: a hook edits, a hook counts, log-softmax of all logits."""
-    (rows,) = docs.batches(BATCH)
+    (rows,) = docs.batches(ROWS)
     ids, where = rows.input_ids, Where(far=rows.far, doc=rows.doc)
     start = int(rows.far[0].int().argmax())
     clean = model(ids).logits[:, start:].log_softmax(-1)

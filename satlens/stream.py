@@ -257,3 +257,17 @@ def gather(accumulator: Any) -> Any:
     for part in parts[1:]:
         total.merge(part)
     return total
+
+
+def agree(error: SatlensError | None) -> None:
+    """Raise what any process met in all of them, so that none waits for the sums of one that stopped.
+
+    Raises:
+        SatlensError: ``error``, or another process's.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        found: list[SatlensError | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, error)
+        error = next((other for other in found if other is not None), None)
+    if error is not None:
+        raise error

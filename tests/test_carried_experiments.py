@@ -184,15 +184,25 @@ def test_replacements_change_less_the_nearer_they_are_and_nothing_at_cosine_one(
     for row in table[table["replacement"] == "m^ of another layer"].itertuples():
         assert row.cosine == pytest.approx(float(units[row.layer] @ units[row.source]), abs=1e-6)
         assert row.source != row.layer
-    counts = table[table["layer"] == 1]["replacement"].value_counts().to_dict()
-    assert counts["random"] == 8 and counts["permuted m^"] == 3 and counts["m^ of another layer"] == 3
+    for norm_kept in (False, True):
+        part = table[(table["layer"] == 1) & (table["norm_kept"] == norm_kept)]
+        counts = part["replacement"].value_counts().to_dict()
+        assert counts["random"] == 8 and counts["permuted m^"] == 3 and counts["m^ of another layer"] == 3
 
 
 def test_noise_rows_state_their_imbalance_and_removal_its_own_length(tiny):
     tables, _ = identity.noises(tiny.setting, (0.33,))
     table = tables["noise"]
     arms = table[table["layer"] == 1]["arm"].value_counts().to_dict()
-    assert arms == {"removal": 1, "reference": 3, "random": 3, "isotropic": 3, "shaped": 3}
+    plain = {"reference": 3, "random": 3, "isotropic": 3, "shaped": 3}
+    assert arms == {"removal": 1, **plain, **{f"{arm}, norm kept": 1 for arm in plain}}
+    versus = tables["noise_versus"].set_index(["layer", "what", "measure"])
+    at = table[table["layer"] == 1].set_index("arm")["kl_far"]
+    assert versus.loc[(1, "removal", "kl_far"), "ratio"] == pytest.approx(
+        at["removal"] / at["isotropic"].mean()
+    )
+    first = at["reference"].iloc[0]
+    assert versus.loc[(1, "noise along m^", "kl_far"), "ratio"] == pytest.approx(first / at["random"].mean())
     removal = table[(table["arm"] == "removal") & (table["layer"] == 1)].iloc[0]
     reader, m = tiny.setting.reader, tiny.setting.unit(1)
     shares = []
@@ -202,6 +212,26 @@ def test_noise_rows_state_their_imbalance_and_removal_its_own_length(tiny):
         shares += ((x @ m).abs() / x.norm(dim=-1)).tolist()
     assert removal["share"] == pytest.approx(np.mean(shares), rel=1e-5)
     assert table.loc[table["arm"] != "removal", "imbalance"].between(0, 1).all()
+
+
+def test_the_noise_of_the_table_is_the_noise_of_a_whole_run(tiny):
+    """The restarted pass must add the same noise to a document as a run of it alone, and measure it alike."""
+    from satlens.carried import noise
+    from satlens.carried.edits import Where
+
+    tables, _ = identity.noises(tiny.setting, (1.0,))
+    table = tables["noise"]
+    row = table[(table["arm"] == "isotropic") & (table["layer"] == 2) & (table["draw"] == 1)].iloc[0]
+    by, reader, total = noise.noise(noise.isotropic(), 1.0, 101 * 2 + 1), tiny.setting.reader, 0.0
+    for doc, ids in enumerate(tiny.setting.documents.ids):
+        where = Where(far=torch.arange(len(ids))[None] >= SKIP, doc=torch.tensor([doc]))
+        tensor = torch.from_numpy(ids)[None]
+        runs = [
+            reader.logits(reader.run(tensor, hooks))[0, SKIP:].double().log_softmax(-1)
+            for hooks in ([], [("resid", 2, lambda x, where=where: x + by(x, where))])
+        ]
+        total += float((runs[0].exp() * (runs[0] - runs[1])).sum())
+    assert row["kl_far"] == pytest.approx(total / tiny.setting.documents.far_counts.sum(), rel=1e-4)
 
 
 def test_layer_sets_are_the_papers_in_its_own_depth_and_distinct_in_a_small_one():
@@ -254,6 +284,7 @@ def test_recovery_is_the_mean_cosine_with_each_layers_own_direction(tiny):
     assert table.loc[(2, "reference", 2), "cosine"] == pytest.approx(0, abs=1e-6)  # it was removed there
     row = table.loc[(2, "reference", 4)]  # what leaves the last block is read too
     assert row["dip"] == pytest.approx(row["cosine"] - row["cosine_clean"], abs=1e-9)
+    assert row["cosine_low"] <= row["cosine"] <= row["cosine_high"]
 
 
 def test_greedy_continuations_and_their_first_difference(tiny):
@@ -278,8 +309,13 @@ def test_a_window_is_read_after_it_and_refused_where_nothing_follows():
     row = table[table["direction"] == "reference"].iloc[0]
     assert row["kl_after"] == pytest.approx(float(tally.outputs["kl_after"][1].sum()) / 52)
     assert row["kl_after"] > 0
+    controls = table.loc[table["direction"] == "matched", "kl_after"]
+    (versus,) = tables["window_controls"].to_dict("records")
+    assert versus["ratio"] == pytest.approx(row["kl_after"] / controls.mean())
+    assert versus["ratio_low"] <= versus["ratio"] <= versus["ratio_high"] and versus["n_controls"] == 8
     greedy = tables["window_greedy"]
     assert set(greedy["n_documents"]) == {1} and set(greedy["direction"]) == {"reference", "matched"}
+    assert (greedy["differs"] == (greedy["step"] <= reach.GREEDY)).all()  # of one document
     short = new_setting(reader, setting.reference, document_set((72, 40)), (1,), **FAST)
     with pytest.raises(UserError, match="longer than 72 tokens"):
         reach.windows(short)
@@ -355,8 +391,8 @@ def test_the_rungs_of_the_ladder_keep_what_they_say_they_keep():
     for made in (texts.frequency_matched(documents, rng), texts.uniform(documents, rng)):
         assert [len(ids) for ids in made] == [200, 150]
         assert set(np.concatenate(made)) <= set(types)
-    for ids in texts.repeated(documents, rng):
-        assert len(set(ids)) == 1 and ids[0] in types
+    for one, ids in zip(documents.ids, texts.repeated(documents, rng), strict=True):
+        assert len(set(ids)) == 1 and ids[0] in types and len(ids) == len(one)
     skewed = DocumentSet(
         ids=(np.array([1] * 500 + [2] * 300 + list(range(3, 203))),), names=("a",), kinds=("a",)
     )
@@ -384,3 +420,35 @@ def test_helpers_agree_with_tables(tiny, dosed):
         np.testing.assert_allclose(table[name], sums.sum(0) / counts.sum())
     again = against_controls(table, tally, tiny.setting.reader, tiny.setting.weights, ("alpha", "norm_kept"))
     pd.testing.assert_frame_equal(again, tables["dose_controls"])
+
+
+def test_every_experiment_says_what_becomes_of_satformers_own_gate(tiny, dosed):
+    """The gate's own experiment and the dose-response are two ways to the same removal."""
+    gate = own_gate.own_gates(tiny.setting)[0]["gate"]
+    removed = gate[gate["kind"] == "removed"].set_index("layer")
+    tables, _ = dosed
+    dose = tables["dose"]
+    dose = dose[(dose["direction"] == "reference") & (dose["alpha"] == 0) & ~dose["norm_kept"]].set_index(
+        "layer"
+    )
+    for layer in sorted(set(removed.index) & set(dose.index)):
+        for name in ("delta_open", "delta_alpha"):
+            assert dose.loc[layer, name] == pytest.approx(removed.loc[layer, name], abs=1e-12)
+            assert dose.loc[layer, f"{name}_low"] <= dose.loc[layer, name] <= dose.loc[layer, f"{name}_high"]
+    controls = tables["dose_controls"]
+    assert {"delta_open", "delta_alpha"} <= set(controls["measure"])
+    ladder = texts.text_ladder(tiny.setting)["ladder"]
+    assert ladder.loc[ladder["layer"] == 0, "open"].isna().all()
+    assert ladder.loc[ladder["layer"] > 0, "open"].between(0, 1).all()
+
+
+@pytest.mark.parametrize("name", ["recovery", "co_removal"])
+def test_removal_is_also_made_at_the_norm_the_stream_had(tiny, name):
+    tables, _ = getattr(reach, name)(tiny.setting)
+    table = tables[name]
+    assert {"reference", reach.NORM_KEPT, "matched"} == set(table["direction"])
+    if name == "co_removal":
+        assert set(tables["co_removal_controls"]["control"]) == {"matched"}
+    column = "cosine" if name == "recovery" else "kl_far"
+    kept, plain = (table[table["direction"] == d][column].to_numpy() for d in (reach.NORM_KEPT, "reference"))
+    assert not np.allclose(kept, plain)

@@ -21,7 +21,9 @@ from satlens.carried.setting import new_setting
 from tests.conftest import tiny_model
 
 
-@pytest.fixture(scope="module", params=["gpt2", "neox-parallel", "opt-post", "llama", "gemma", "transformer"])
+@pytest.fixture(
+    scope="module", params=["gpt2", "neox-parallel", "opt-pre", "opt-post", "llama", "gemma", "transformer"]
+)
 def planted(request):
     """A planted model, its fit on its documents, and the passes of all layers."""
     made = plant(request.param)
@@ -175,11 +177,35 @@ def test_forecast_tables_hold_prediction_measure_and_error():
     assert len(table) == 2 * 2 * 2 * 3 * 2 * 2  # kinds, layers, alphas, levels, shapes, norms
     np.testing.assert_allclose(table["error"], table["predicted"] - table["measured"])
     assert set(table["level"]) == set(LEVEL_NAMES)
+    summary = tables["prediction_summary"]
+    for row in summary.to_dict("records"):
+        part = table
+        for key in ("kind", "level", "shape", "norm", "alpha"):
+            part = part[part[key] == row[key]]
+        clean = table[(table["alpha"] == 1)].set_index(["kind", "level", "shape", "norm", "layer"])
+        at = [clean.loc[(row["kind"], row["level"], row["shape"], row["norm"], n)] for n in (1, 2)]
+        predicted = part["predicted"].to_numpy() - [c["predicted"] for c in at]
+        measured = part["measured"].to_numpy() - [c["measured"] for c in at]
+        np.testing.assert_allclose(part["change_error"], predicted - measured, atol=1e-12)
+        assert row["mean_absolute_error"] == pytest.approx(np.abs(predicted - measured).mean())
+        outside = (predicted < part["change_low"]) | (predicted > part["change_high"])
+        assert row["n_outside"] == outside.sum() and row["n_layers"] == 2
+        held = np.abs(part["predicted_change"] - part["attention_held_change"]).mean()
+        assert row["mean_absolute_error_attention_held"] == pytest.approx(held)
+        assert abs(row["worst_error"]) == pytest.approx(np.abs(predicted - measured).max())
+    assert set(summary["alpha"]) == {0.0}  # at alpha = 1 nothing changes
     clean = table[(table["alpha"] == 1) & (table["kind"] == "mlp") & (table["level"] == "duty")]
     duty = tally.probes["gates"][0, :, [1, 2], 0].sum(0) / tally.counts["far"].sum() / 40
     for layer, value in zip((1, 2), duty.tolist(), strict=True):
         np.testing.assert_allclose(clean.loc[clean["layer"] == layer, "measured"], value)
     where = tables["prediction_location"]
+    # what is wrong with the location is attention's answer, and nothing else: none where it may not answer
+    exact = where[where["norm"] == "rescaled"]
+    np.testing.assert_allclose(exact["attention_held_error"], 0, atol=1e-4)
+    mlp = exact[(exact["kind"] == "mlp") & (exact["alpha"] == 0)]
+    assert (mlp["error"].abs() > 1e-3).all()
+    own = table[table["kind"] == "value"]
+    np.testing.assert_array_equal(own["attention_held"], own["measured"])  # no attention before these gates
     # fitted and measured on the same documents: at alpha = 1 the location is the measured mean
     np.testing.assert_allclose(where.loc[where["alpha"] == 1, "error"], 0, atol=1e-4)
     # SATFormer's own gate reads the stream through one norm with no attention between: exact at every dose

@@ -1,5 +1,6 @@
 """The shared pass against whole runs of one document and one change at a time, in full float64 logits."""
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +9,13 @@ import torch
 
 from satlens.carried import directions
 from satlens.carried.documents import SKIP, DocumentSet
-from satlens.carried.edits import Change, Where, dose, edit, matched, replacement
+from satlens.carried.doses import dose_response
+from satlens.carried.edits import Change, Where, after_attention, dose, edit, matched, replacement
 from satlens.carried.effects import LEVELS, count_above, thresholds
+from satlens.carried.fit import fit
 from satlens.carried.opening import read_model
 from satlens.carried.restart import measure
+from satlens.carried.setting import new_setting
 from satlens.carried.tally import CLEAN, Probe
 from satlens.errors import SatlensError
 from tests.conftest import tiny_model
@@ -219,3 +223,96 @@ def test_an_overflow_inside_the_model_is_named_where_it_begins():
         SatlensError, match=r"clean: \d+ of \d+ values of mlp_out in layer 1 are not finite \(overflow in"
     ):
         measure(reader, document_set(), [], {}, batch_size=2)
+
+
+def test_every_process_stops_with_what_any_of_them_met(monkeypatch):
+    """Otherwise the others would wait for its sums, or take the next experiment's for them."""
+    from satlens import stream
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+    def others(found, mine):
+        found[:] = [mine, SatlensError("3 of 9 values of resid in layer 1 are not finite")]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", others)
+    with pytest.raises(SatlensError, match="3 of 9 values of resid in layer 1"):
+        stream.agree(None)
+
+
+def hooked_by_hand(model, ids, layer, change):
+    """Float64 logits and the layer's gate pre-activations, with torch's own hooks on the model's own modules."""
+    seen = []
+    block = model.model.layers[layer]
+    handles = [
+        block.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])),
+        block.mlp.gate_proj.register_forward_hook(lambda _, args, z: seen.append(z[0, SKIP:].clone())),
+    ]
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    for handle in handles:
+        handle.remove()
+    return logits.log_softmax(-1), seen[0]
+
+
+@pytest.mark.parametrize("kind", ["removal", "norm kept", "doubled", "control"])
+def test_the_dose_table_is_that_of_a_float64_model_hooked_by_hand(kind):
+    """Nothing of the reader, the restart or the tally is used by the other side."""
+    model, docs, layer = tiny_model(), document_set(), 2
+    reader = read_model(model, None)
+    setting = new_setting(reader, fit(reader, document_set((30, 40))), docs, (layer,), n_resamples=100)
+    table = dose_response(setting, (0.0, 2.0), ("matched",))[0]["dose"]
+    m, r = setting.unit(layer).double(), setting.randoms(layer)[5].double()
+    alpha, direction, draw = {"control": (0.0, "matched", 5), "doubled": (2.0, "reference", -1)}.get(
+        kind, (0.0, "reference", -1)
+    )
+
+    def change(x):
+        new, part = x.clone(), x[:, SKIP:]
+        along = (part @ m)[..., None]
+        moved = part - along.abs() * r if kind == "control" else part + (alpha - 1) * along * m
+        if kind == "norm kept":
+            moved = moved * part.norm(dim=-1, keepdim=True) / moved.norm(dim=-1, keepdim=True)
+        new[:, SKIP:] = moved
+        return new
+
+    slow, n_far = copy.deepcopy(model).double(), sum(len(ids) - SKIP for ids in docs.ids)
+    sums = dict.fromkeys(("kl_far", "kl_final", "delta_nll", "delta_entropy", "release", "delta_duty"), 0.0)
+    for tokens in docs.ids:
+        ids = torch.from_numpy(tokens)[None]
+        (p, before), (q, after) = (hooked_by_hand(slow, ids, layer, how) for how in (torch.clone, change))
+        kl, targets = (p.exp() * (p - q)).sum(-1), ids[0, SKIP + 1 :, None]
+        sums["kl_far"] += float(kl[SKIP:].sum()) / n_far
+        sums["kl_final"] += float(kl[-1]) / 5
+        sums["delta_nll"] += float((p - q)[SKIP:-1].gather(1, targets).sum()) / (n_far - 5)
+        sums["delta_entropy"] += float(((p.exp() * p).sum(-1) - (q.exp() * q).sum(-1))[SKIP:].sum()) / n_far
+        fires = [(torch.nn.functional.silu(z) > 0.5).double().mean(1).sum() for z in (before, after)]
+        duty = [(z > 0).double().mean(1).sum() for z in (before, after)]
+        sums["release"] += float(fires[1] - fires[0]) / n_far
+        sums["delta_duty"] += float(duty[1] - duty[0]) / n_far
+    row = table[
+        (table["alpha"] == alpha)
+        & (table["direction"] == direction)
+        & (table["draw"] == draw)
+        & (table["norm_kept"] == (kind == "norm kept"))
+    ]
+    for name, value in sums.items():
+        assert row[name].item() == pytest.approx(value, rel=1e-5, abs=2e-6), name
+
+
+def test_a_dose_behind_attention_is_one_that_attention_did_not_answer(world):
+    """The same as a dosed stream with attention's clean write put back by hand."""
+    by = dose(world.m, 0.0)
+    change = Change(edits=after_attention(2, by), labels={"direction": "attention held"})
+    tally = measure(world.reader, world.docs, [change], world.probes, batch_size=3)
+    for doc, tokens in enumerate(world.docs.ids):
+        ids, seen = torch.from_numpy(tokens)[None], {}
+        where = Where(far=torch.arange(ids.shape[1])[None] >= SKIP, doc=torch.tensor([doc]))
+        world.reader.run(ids, [("attn_out", 2, lambda x, seen=seen: seen.update(write=x.clone()))])
+        hooks = [
+            ("resid", 2, lambda x, where=where: edit(by)(x, where)),
+            ("attn_out", 2, lambda x, seen=seen: seen["write"]),
+            ("pre", 2, lambda z, seen=seen: seen.update(pre=z[0, SKIP:].clone())),
+        ]
+        world.reader.run(ids, hooks)
+        assert int(tally.probes["gates"][1, doc, 2, 0]) == int((seen["pre"] > 0).sum())

@@ -1,9 +1,16 @@
 """The verb `reference-causal` end to end on a tiny pair: files, figures, failures, mistakes."""
 
 import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -57,17 +64,7 @@ def call(place, capsys, *argv):
     return code, out.out, out.err
 
 
-EVERYTHING = (
-    "dose",
-    "prediction",
-    "replacement",
-    "recovery",
-    "co-removal",
-    "gate",
-    "noise",
-    "ladder",
-    "twin",
-)
+EVERYTHING = tuple(reference_causal.EXPERIMENTS)
 
 
 def test_the_verb_runs_every_experiment_and_draws_every_figure(place, capsys):
@@ -80,6 +77,13 @@ def test_the_verb_runs_every_experiment_and_draws_every_figure(place, capsys):
     assert verify(run) == [] and run.manifest.verb == "reference-causal"
     assert set(run.figures) == set(FIGURES) and set(NEEDS) == set(FIGURES)
     assert run.manifest.summary["failed"] == {}
+    versus = run.tables["dose_controls"].set_index(["layer", "alpha", "norm_kept", "control", "measure"])
+    times = run.manifest.summary["layer_2_removal_kl_far_over_controls"]
+    assert times["estimate"] == versus.loc[(2, 0.0, False, "matched", "kl_far"), "ratio"]
+    assert times["low"] < times["estimate"] < times["high"]
+    assert re.match(
+        r"predicted change off by 0\.\d{3} on average", run.manifest.summary["prediction_value_duty"]
+    )
     assert set(run.tables["twin"]["twin"]) and run.tables["dose"]["n_documents"].unique() == [4]
     assert run.manifest.data["digest"] != run.manifest.data["fit_digest"]
     stored, table = run.tensors["dose_by_document"], run.tables["dose"]
@@ -137,8 +141,79 @@ def test_a_twin_of_another_shape_is_the_users_mistake_and_loses_nothing(place, c
         (("--draws", "3"), "use at least 8"),
         (("--experiments", "gate"), "has no gate on first-layer values"),
         (("--experiments", "twin", "--twins", "0"), "needs --twins of at least 1"),
+        (("--experiments",), "name at least one of --experiments"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_measured(place, capsys, argv, words):
     code, out, err = call(place, capsys, place.transformer, *argv)
     assert (code, out) == (2, "") and words in err
+
+
+def kept_run(err):
+    """The run that a failure's message names."""
+    return open_run(err.strip().rsplit("is in ", 1)[1].rstrip(")"))
+
+
+def test_an_overflow_in_an_edit_is_counted_and_the_other_experiments_are_kept(place, capsys):
+    code, out, err = call(
+        place, capsys, place.transformer, "--dtype", "float16", "--layers", 2, "--alphas", 0, 1e6,
+        "--experiments", "dose", "recovery",
+    )  # fmt: skip
+    assert (code, out) == (1, "")
+    words = r"dose: transformer, alpha 1000000\.0, .*: \d+ of \d+ values of resid in layer 2 are not finite \(overflow"
+    assert re.search(words, err)
+    run = kept_run(err)
+    assert "recovery" in run.tables and "dose" not in run.tables and verify(run) == []
+
+
+def test_one_document_is_measured_without_an_interval_and_that_is_said(place, capsys):
+    one = place.folder / "one.jsonl"
+    one.write_text(place.text.read_text().splitlines()[0] + "\n")
+    code = main(
+        ["reference-causal", str(place.SATFormer), "--text", str(one), "--runs", str(place.folder / "runs"),
+         "--layers", "1", "--alphas", "0", "--experiments", "dose", "prediction", "recovery"]
+    )  # fmt: skip
+    out = capsys.readouterr()
+    assert code == 0
+    assert "a single document, so the same one fits and is evaluated, and no interval is given" in out.err
+    run = open_run(out.out.strip())
+    table = run.tables["dose"]
+    assert table["kl_far"].notna().all() and table["kl_far_low"].isna().all()
+    assert "no interval: fewer than two documents" in json.dumps(run.figures["dose_response"])
+    assert "no interval to hold it against" in run.manifest.summary["prediction_mlp_duty"]
+
+
+def test_two_processes_are_one(place, capsys):
+    """Documents shared out over two processes by torchrun, and the same numbers."""
+    flags = ["--layers", "1", "--alphas", "0", "--experiments", "dose", "noise", "--resamples", "100"]
+    code, alone, err = call(place, capsys, place.SATFormer, *flags)
+    assert code == 0, err
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        f"--master-port={port}",
+    ]
+    command += ["-m", "satlens.cli", "reference-causal", str(place.SATFormer), *flags]
+    command += ["--text", str(place.text), "--runs", str(place.folder / "both")]
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+    assert done.returncode == 0, done.stderr
+    one, both = open_run(alone.strip()), open_run(done.stdout.strip())
+    for name in ("dose", "dose_layers", "noise"):
+        pd.testing.assert_frame_equal(one.tables[name], both.tables[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_example_for_notebooks_runs_as_it_is_written():
+    from satlens.carried import setting
+
+    example = textwrap.dedent(setting.__doc__.split("::\n", 1)[1])
+    names = {}
+    exec(example, names)
+    assert names["removal"]["layer"].tolist() == [4]
+    assert 0.05 < names["removal"]["release"].item() < 0.5  # gates of the reference open when it is removed

@@ -1,16 +1,12 @@
 """Where both papers meet: the carried direction at SATFormer's own gate; and what one clean pass predicts of doses."""
 
-from collections.abc import Mapping
-from typing import Any
-
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from analyses.figures.reference_parts import Info, Tables, panels, titled_panels
 from satlens.plots import theme
-
-Tables = Mapping[str, pd.DataFrame]
-Info = Mapping[str, Any]
 
 MODELS = {
     ("gaussian", "rescaled"): ("Gaussian shape", "dash"),
@@ -24,6 +20,17 @@ COSTS = {
     "removed for the gate": "m^ removed, seen by the gate alone",
     "zeroed": "gate closed",
 }
+
+
+GATES_CAPTION = (
+    "m^ is removed at each layer's input in turn, where SATFormer's attention norm reads it. Left: share "
+    "of (position, KV head) pairs whose gate alpha is above 0 at that layer. Middle: share of (position, "
+    "MLP gate) pairs with a pre-activation above 0 at the same layer. If m^ held a kind of gate shut, "
+    "removing it would open them: blue above black, and outside the grey range of equally long moves along "
+    "random directions. Right: perplexity (logarithmic axis; the line is the clean model's) when the whole layer "
+    "sees the removal, when only the gate's own projection does, and when the gate is closed instead (alpha = "
+    "0). Layer 0, shaded, produces V1 and has no gate."
+)
 
 
 def two_gates(tables: Tables, info: Info) -> go.Figure:
@@ -46,39 +53,42 @@ def two_gates(tables: Tables, info: Info) -> go.Figure:
             fig, removed["layer"], removed[name], *ends, COSTS["removed"], 0, place=place, showlegend=col == 1
         )
         fig.update_yaxes(range=[0, 1.02], tickvals=[0, 0.25, 0.5, 0.75, 1], tickformat=".0%", **place)
-    for index, kind in ((0, "removed"), (1, "removed for the gate"), (2, "zeroed")):
-        part = table[table["kind"] == kind].sort_values("layer")
-        if len(part):
-            theme.series(
-                fig, part["layer"], part["delta_ppl"], part["delta_ppl_low"], part["delta_ppl_high"], COSTS[kind],
-                index, place={"row": 1, "col": 3}, showlegend=kind != "removed", bars=True, offset=0.12 * (index - 1),
-            )  # fmt: skip
+    _costs(fig, table, {"row": 1, "col": 3})
     for col in (1, 2, 3):
         theme.layer_axis(fig, n_layers, most=12, row=1, col=col)
     fig.update_yaxes(title_text="share of positions and gates", row=1, col=1)
-    fig.update_yaxes(title_text="perplexity, changed − clean", row=1, col=3)
-    theme.zero_line(fig, row=1, col=3)
-    fig.update_annotations(font_size=13)
     theme.grey_layer_zero(fig, label="")
-    return theme.style(
+    fig = theme.style(
         fig,
-        "Two kinds of gate, one carried direction",
+        "Does removing the carried direction open the gates, and what does it cost?",
         theme.subtitle(
             info["n_tokens"],
             info["n_documents"],
             theme.has_interval(removed["delta_open_low"], removed["delta_open_high"]),
             info["model"],
         ),
-        "m^ is removed at each layer's input in turn, where SATFormer's attention norm reads it. Left: share "
-        "of (position, KV head) pairs whose gate alpha is above 0 at that layer. Middle: share of (position, "
-        "MLP gate) pairs with a pre-activation above 0 at the same layer. If m^ held a kind of gate shut, "
-        "removing it would open them: blue above black, and outside the grey range of equally long moves along "
-        "random directions. Right: change of perplexity, when the whole layer sees the removal, when only the "
-        "gate's own projection does, and when the gate is closed instead (alpha = 0). Layer 0, shaded, "
-        "produces V1 and has no gate.",
+        GATES_CAPTION,
         width=1180,
         height=470,
-    )
+    )  # fmt: skip
+    return titled_panels(fig)
+
+
+def _costs(fig: go.Figure, table: pd.DataFrame, place: dict[str, int]) -> None:
+    """Perplexity of each change of a layer, above the line of the clean model's."""
+    clean = float(table["perplexity_clean"].iloc[0])
+    shown = []
+    for index, kind in enumerate(COSTS):
+        part = table[table["kind"] == kind].sort_values("layer")
+        values, low, high = (clean + theme.floats(part[f"delta_ppl{end}"]) for end in ("", "_low", "_high"))
+        shown += [values, low, high]
+        if len(part):
+            theme.series(
+                fig, part["layer"], values, low, high, COSTS[kind], index, place=place,
+                showlegend=kind != "removed", bars=True, offset=0.12 * (index - 1),
+            )  # fmt: skip
+    fig.add_hline(y=clean, line={"color": theme.INK, "width": 1.2}, **place)
+    theme.log_axis(fig, np.concatenate([*shown, [clean]]), "perplexity", **place)
 
 
 def prediction(tables: Tables, info: Info) -> go.Figure:
@@ -91,10 +101,22 @@ def prediction_own_gate(tables: Tables, info: Info) -> go.Figure:
     return _prediction(tables, info, "value", "SATFormer's own gate")
 
 
+PREDICTION_CAPTION = (
+    "Points: measured share of (gate, far position) pairs when the projection on m^ is multiplied by alpha; open where "
+    "the solid line misses the interval. Lines: the location-scale model, which moves each gate's mean and spread as "
+    "its coupling to m^ says and keeps its shape, Gaussian or its own histogram; norm held, as if the norm divided by "
+    "what it did before the dose. The model leaves out how the layer's attention answers the dose. Crosses show the "
+    "doses measured without that answer (added behind attention; not for SATFormer's own gate, which reads the stream "
+    "before it): where they lie on the line and the points do not, attention's answer is what the model lacks; where "
+    "they miss it too, shape or scale change, or the documents differ from those it was predicted from (--same-docs "
+    "tells them apart)."
+)
+
+
 def _prediction(tables: Tables, info: Info, kind: str, words: str) -> go.Figure:
     table = tables["prediction"]
     table = table[table["kind"] == kind]
-    layers = sorted(set(table["layer"]))[:5]
+    layers = panels(table["layer"])
     levels = LEVELS if kind == "mlp" else {"duty": "open (alpha above 0)"}
     titles = [f"layer {layer}" for layer in layers] + [""] * (len(layers) * (len(levels) - 1))
     fig = make_subplots(
@@ -115,12 +137,17 @@ def _prediction(tables: Tables, info: Info, kind: str, words: str) -> go.Figure:
                     place,
                     legend,
                 )
-            _measured(fig, part[(part["shape"] == "gaussian") & (part["norm"] == "held")], place, legend)
+            best = part[(part["shape"] == "empirical") & (part["norm"] == "rescaled")]
+            if kind == "mlp":
+                _attention_held(fig, best[best["alpha"] != 1], place, legend)
+            outside = (best["predicted"] < best["low"]) | (best["predicted"] > best["high"])
+            for missed, words_ in ((False, "measured"), (True, "measured, solid line outside its interval")):
+                _measured(fig, best[outside == missed], words_, missed, place, legend)
         fig.update_yaxes(title_text=f"share {title}", row=row, col=1)
     fig.update_yaxes(rangemode="tozero")
     fig.update_xaxes(tickvals=sorted(set(table["alpha"])))
     fig.update_xaxes(title_text="alpha (0 removes m^)", row=len(levels))
-    return theme.style(
+    fig = theme.style(
         fig,
         f"Predicted from one clean pass, and measured: {words}",
         theme.subtitle(
@@ -130,14 +157,11 @@ def _prediction(tables: Tables, info: Info, kind: str, words: str) -> go.Figure:
             info["model"],
             "predicted from other documents" if not info["same_documents"] else "predicted from the same documents",
         ),
-        "Points: measured share of (gate, far position) pairs when the projection on m^ is multiplied by "
-        "alpha. Lines: the location-scale model, which moves each gate's mean and spread as its coupling to m^ "
-        "says and keeps its shape, Gaussian or its own histogram. Norm held: as if the norm divided by what it "
-        "did before the dose. Attention's answer to the dose is left out of all of them, so at alpha = 1 a "
-        "line shows what the shape alone gets wrong.",
+        PREDICTION_CAPTION,
         width=max(640, 140 + 250 * len(layers)),
         height=220 + 230 * len(levels),
     )  # fmt: skip
+    return titled_panels(fig)
 
 
 def _predicted(
@@ -153,15 +177,34 @@ def _predicted(
     )  # fmt: skip
 
 
-def _measured(fig: go.Figure, part: pd.DataFrame, place: dict[str, int], legend: bool) -> None:
-    values, low, high = (theme.floats(part[name]) for name in ("measured", "low", "high"))
+def _measured(
+    fig: go.Figure, part: pd.DataFrame, name: str, missed: bool, place: dict[str, int], legend: bool
+) -> None:  # fmt: skip
+    """Measured points with intervals; open where the best model's line misses the interval."""
+    values, low, high = (theme.floats(part[column]) for column in ("measured", "low", "high"))
     fig.add_trace(
         go.Scatter(
-            x=part["alpha"], y=values, mode="markers", name="measured", legendgroup="measured", showlegend=legend,
-            marker={"color": theme.INK, "size": 7}, text=theme.interval_texts(low, high),
+            x=part["alpha"] if len(part) else [None], y=values if len(part) else [None], mode="markers", name=name,
+            legendgroup=name, showlegend=legend, text=theme.interval_texts(low, high),
+            marker={"color": theme.INK, "size": 8, "symbol": "circle-open" if missed else "circle",
+                    "line": {"width": 2}},
             error_y={"type": "data", "symmetric": False, "array": high - values, "arrayminus": values - low,
                      "color": theme.INK, "thickness": 1.2, "width": 3},
             hovertemplate="measured<br>alpha %{x}<br>%{y:.4g} %{text}<extra></extra>",
+        ),
+        **place,
+    )  # fmt: skip
+
+
+def _attention_held(fig: go.Figure, part: pd.DataFrame, place: dict[str, int], legend: bool) -> None:
+    """What the doses do when the layer's attention cannot answer them: what the model claims to predict."""
+    fig.add_trace(
+        go.Scatter(
+            x=part["alpha"], y=part["attention_held"], mode="markers", name="measured, attention held",
+            legendgroup="held", showlegend=legend, marker={"color": theme.QUALITATIVE[0], "size": 9, "symbol": "x-thin",
+                                                           "line": {"color": theme.QUALITATIVE[0], "width": 2}},
+            text=theme.interval_texts(part["attention_held_low"], part["attention_held_high"]),
+            hovertemplate="attention held<br>alpha %{x}<br>%{y:.4g} %{text}<extra></extra>",
         ),
         **place,
     )  # fmt: skip
@@ -183,4 +226,4 @@ def _control_band(
 
 
 FIGURES = {"two_gates": two_gates, "prediction": prediction, "prediction_own_gate": prediction_own_gate}
-NEEDS = {"two_gates": {"gate"}, "prediction": {"prediction"}, "prediction_own_gate": {"prediction"}}
+NEEDS = {"two_gates": {"gate"}, "prediction": {"prediction"}, "prediction_own_gate": {"prediction", "gate"}}

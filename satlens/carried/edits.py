@@ -119,6 +119,26 @@ def edit(by: Displacement, keep_norm: bool = False, window: tuple[int, int] | No
     return apply
 
 
+def after_attention(layer: int, by: Displacement) -> dict[tuple[str, int], Edit]:
+    """Edits that displace the stream behind a layer's attention, by what its input says: attention does not see it.
+
+    For blocks whose attention writes into the stream before the MLP reads it; what attention would have answered to the
+    displacement is the difference to ``edit(by)`` of the layer's input.
+    """
+    kept: dict[str, Tensor] = {}
+
+    def remember(residual: Tensor, where: Where) -> Tensor:
+        kept["residual"] = residual
+        return residual
+
+    def add(write: Tensor, where: Where) -> Tensor:
+        moved = by(kept["residual"].float(), where)
+        touched = where.far[..., None] & (moved != 0).any(-1, keepdim=True)
+        return torch.where(touched, (write.float() + moved).to(write.dtype), write)
+
+    return {("resid", layer): remember, ("attn_out", layer): add}
+
+
 def inside(far: Bool[Tensor, "batch pos"], window: tuple[int, int] | None) -> Bool[Tensor, "batch pos"]:
     """Far positions, of the window only where there is one."""
     if window is None:

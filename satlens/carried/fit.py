@@ -13,9 +13,10 @@ from satlens.carried.documents import DocumentSet, Rows
 from satlens.carried.reader import Reader
 from satlens.carried.reads import Hook
 from satlens.carried.sums import far_sums, raise_overflow
+from satlens.errors import SatlensError
 from satlens.metrics import onednn_linears
 from satlens.reading import process_place
-from satlens.stream import gather
+from satlens.stream import agree, gather
 
 Key = tuple[str, int]
 """(kind of gate, layer)."""
@@ -90,21 +91,17 @@ def fit(
     Raises:
         SatlensError: values that are not finite, with layer and site.
     """
-    moments = Moments()
     roles = {"pre": "mlp", "value_pre": "value"}
     stream: list[Key] = [("resid", layer) for layer in sorted(reader.sites["resid"])]
     sites = stream + [
         (role, layer) for role in roles for layer in reader.sites.get(role, {}) if layer in gates
     ]
-    rank, world = process_place()
-    with onednn_linears(reader.model):
-        for rows in documents.batches(batch_size, reader.device, reader.pad, rank, world):
-            reader.run(rows.input_ids, _hooks(moments, sites, rows))
-            moments.count += int(rows.far.sum())
-            if not all(bool(torch.isfinite(total).all()) for total in moments.sums.values()):
-                raise_overflow(reader, rows)
-            if on_batch is not None:
-                on_batch(rows)
+    moments, problem = Moments(), None
+    try:
+        _add(moments, reader, documents, batch_size, sites, on_batch)
+    except SatlensError as error:
+        problem = error
+    agree(problem)
     moments = gather(moments)
     read = {(roles[role], layer): (role, layer) for role, layer in sites if role in roles}
     return Reference(
@@ -114,6 +111,26 @@ def fit(
         gate_deviation=MappingProxyType({key: moments.deviation(site) for key, site in read.items()}),
         n_tokens=moments.count,
     )
+
+
+def _add(
+    moments: Moments,
+    reader: Reader,
+    documents: DocumentSet,
+    batch_size: int,
+    sites: list[Key],
+    on_batch: Callable[[Rows], None] | None,
+) -> None:
+    """Add this process's documents."""
+    rank, world = process_place()
+    with onednn_linears(reader.model):
+        for rows in documents.batches(batch_size, reader.device, reader.pad, rank, world):
+            reader.run(rows.input_ids, _hooks(moments, sites, rows))
+            moments.count += int(rows.far.sum())
+            if not all(bool(torch.isfinite(total).all()) for total in moments.sums.values()):
+                raise_overflow(reader, rows)
+            if on_batch is not None:
+                on_batch(rows)
 
 
 def _hooks(moments: Moments, sites: list[Key], rows: Rows) -> list[Hook]:

@@ -20,9 +20,11 @@ MEASURES = {
     "release": "share of (gate, far position) pairs above 0.5, minus clean, edited layer",
     "release_hard": "share of (gate, far position) pairs above 1, minus clean, edited layer",
     "delta_duty": "share of (gate, far position) pairs with pre-activation above 0, minus clean, edited layer",
+    "delta_open": "share of (KV head, far position) pairs at which SATFormer's gate is open, minus clean, edited layer",
+    "delta_alpha": "SATFormer's alpha, mean over KV heads and far positions, minus clean, edited layer",
 }
 """Measures of a change and their units; each comes with a mean over documents, a median, and intervals of both."""
-VERSUS = ("kl_final", "kl_far", "delta_nll", "release", "delta_duty")
+VERSUS = ("kl_final", "kl_far", "delta_nll", "release", "delta_duty", "delta_open", "delta_alpha")
 """Measures that are compared with the control distribution."""
 
 
@@ -42,6 +44,19 @@ def by_document(tally: Tally, reader: Reader) -> dict[str, tuple[Floats, Floats]
         # each change at its own first layer: [change, doc] -> [doc, change]
         sums = moved[np.arange(len(at)), :, at].T / width
         out[name] = (sums, counts["far"])
+    return {**out, **_own_gate(tally, at)}
+
+
+def _own_gate(tally: Tally, at: Sequence[int]) -> dict[str, tuple[Floats, Floats]]:
+    """What becomes of SATFormer's own gate at each change's first layer; NaN where that layer has none."""
+    if "own" not in tally.probes:
+        return {}
+    own = tally.probes["own"].numpy()
+    heads = own.shape[-1] // 2
+    out = {}
+    for name, part in (("delta_open", slice(heads)), ("delta_alpha", slice(heads, None))):
+        moved = (own[1:, ..., part] - own[CLEAN, ..., part]).mean(-1)
+        out[name] = (moved[np.arange(len(at)), :, list(at)].T, tally.counts["far"].numpy())
     return out
 
 
@@ -77,6 +92,10 @@ def layers_table(tally: Tally, reader: Reader, weights: Weights) -> pd.DataFrame
 
 def both(name: str, sums: Floats, counts: Floats, weights: Weights) -> dict[str, Floats]:
     """Columns of a measure: sum over counts with its interval, and the median over documents with its own."""
+    known = np.isfinite(sums).all(0)
+    if not known.all():  # a layer without a gate of this kind
+        found = both(name, sums[:, known], counts, weights)
+        return {key: _spread(values, known) for key, values in found.items()}
     mean = ratio_interval(sums, counts, weights)
     with np.errstate(invalid="ignore", divide="ignore"):
         each = np.where(counts[:, None] > 0, sums / counts[:, None], np.nan)
@@ -96,13 +115,17 @@ def against_controls(
     """
     measures = by_document(tally, reader)
     rows = []
-    for place, row in table[table["direction"] == "reference"].iterrows():
+    for place in np.flatnonzero(table["direction"] == "reference").tolist():
+        row = table.iloc[place]
         same = np.logical_and.reduce([table[key] == row[key] for key in ("layer", *keys)])
-        for control in table.loc[table["direction"] != "reference", "direction"].unique():
+        for control in table.loc[~table["direction"].str.startswith("reference"), "direction"].unique():
             which = np.flatnonzero(same & (table["direction"] == control))
             if not len(which) or not row["altered"]:
                 continue
-            found = {name: _versus(*measures[name], int(place), which, weights) for name in VERSUS}
+            present = [
+                name for name in VERSUS if name in measures and np.isfinite(measures[name][0][:, place]).all()
+            ]
+            found = {name: versus(*measures[name], place, which, weights) for name in present}
             labels = {"layer": row["layer"], **{key: row[key] for key in keys}, "control": control}
             rows += [
                 {**labels, "measure": name, **values, "n_controls": len(which)}
@@ -111,7 +134,8 @@ def against_controls(
     return pd.DataFrame(rows)
 
 
-def _versus(sums: Floats, counts: Floats, place: int, which: Any, weights: Weights) -> dict[str, float]:
+def versus(sums: Floats, counts: Floats, place: int, which: Any, weights: Weights) -> dict[str, float]:
+    """The change at ``place`` against those of ``which``, from sums ``[doc change]`` and counts ``[doc]``."""
     means = np.abs(sums.sum(0) / counts.sum())
     reference, controls = means[place], means[which]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -161,6 +185,13 @@ def arrays(tally: Tally) -> Mapping[str, Floats]:
 def part_or_nan(part: Any, shape: tuple[int, ...]) -> Floats:
     """One part of an interval as an array; no interval (fewer than two documents) is NaN, in tables null."""
     return np.full(shape, np.nan) if part is None else np.asarray(part, dtype=np.float64).reshape(shape)
+
+
+def _spread(values: Floats, known: Any) -> Floats:
+    """Values of the known columns among all, NaN elsewhere."""
+    out = np.full(len(known), np.nan)
+    out[known] = values
+    return out
 
 
 def _names(name: str) -> tuple[str, str, str]:

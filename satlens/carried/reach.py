@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from satlens.bootstrap import median_interval, ratio_interval
+from satlens.bootstrap import Floats, median_interval, ratio_interval
 from satlens.carried.documents import SKIP, Rows
 from satlens.carried.edits import Change, Edit, Where, dose, edit, inside, matched
-from satlens.carried.outcomes import against_controls, effects_table, part_or_nan
+from satlens.carried.outcomes import against_controls, effects_table, part_or_nan, versus
 from satlens.carried.setting import Setting, stream_probe
 from satlens.carried.tally import CLEAN, Tally
 from satlens.errors import UserError
@@ -24,6 +24,11 @@ READ = 32
 GREEDY = 16
 """Tokens of the greedy continuations that are compared."""
 
+NORM_KEPT = "reference, norm kept"
+"""Removal that leaves the stream its length, so that only its direction has changed."""
+ENDS = ("", "_low", "_high")
+"""What the columns of an estimate and its interval end in."""
+
 Tables = dict[str, pd.DataFrame]
 
 
@@ -31,9 +36,9 @@ def windows(setting: Setting) -> tuple[Tables, Tally]:
     """Removal in positions 64-71 alone, read at the next 32 positions and in greedy continuations after those.
 
     Tables: ``window`` (``kl_after`` with intervals, against ``setting.draws`` matched controls in ``window_controls``)
-    and ``window_greedy`` (first step at which the greedy continuation of removal, or of a control, leaves the clean
-    one; ``GREEDY + 1`` where none of the steps does). Documents that end before a read position count with those they
-    have (spec part B, window).
+    and ``window_greedy`` (``step`` at which the greedy continuation of removal, or of a control, first leaves the clean
+    one, ``GREEDY + 1`` where none does, its median; ``differs``, the share of documents whose continuation does).
+    Documents that end before a read position count with those they have (spec part B, window).
 
     Raises:
         UserError: no document reaches beyond the window.
@@ -48,12 +53,11 @@ def windows(setting: Setting) -> tuple[Tables, Tally]:
     table = effects_table(tally, setting.reader, setting.weights)
     sums, counts = tally.outputs["kl_after"][1:].numpy().T, tally.counts["after"].numpy()
     after = ratio_interval(sums, counts, setting.weights)
-    for name, part in zip(("kl_after", "kl_after_low", "kl_after_high"), after, strict=True):
-        table[name] = part_or_nan(part, sums.shape[1:])
-    controls = _after_controls(table)
+    for end, part in zip(ENDS, after, strict=True):
+        table[f"kl_after{end}"] = part_or_nan(part, sums.shape[1:])
     return {
         "window": table,
-        "window_controls": controls,
+        "window_controls": _after_controls(setting, table, sums, counts),
         "window_greedy": greedy_table(setting, changes),
     }, tally
 
@@ -62,9 +66,10 @@ def _window_changes(setting: Setting, layer: int) -> list[Change]:
     m = setting.unit(layer)
     made = [
         Change(
-            edits={("resid", layer): edit(dose(m, 0.0), window=WINDOW)},
-            labels={"direction": "reference", "draw": -1},
+            edits={("resid", layer): edit(dose(m, 0.0), keep, WINDOW)},
+            labels={"direction": NORM_KEPT if keep else "reference", "draw": -1},
         )
+        for keep in (False, True)
     ]
     made += [
         Change(
@@ -80,24 +85,15 @@ def _after(rows: Rows) -> dict[str, Tensor]:
     return {"after": inside(rows.far, (WINDOW[1], WINDOW[1] + READ))}
 
 
-def _after_controls(table: pd.DataFrame) -> pd.DataFrame:
+def _after_controls(setting: Setting, table: pd.DataFrame, sums: Floats, counts: Floats) -> pd.DataFrame:
+    """Each layer's removal against its matched controls."""
     rows = []
-    for layer, group in table.groupby("layer"):
-        reference = float(group.loc[group["direction"] == "reference", "kl_after"].iloc[0])
-        controls = group.loc[group["direction"] == "matched", "kl_after"].to_numpy()
-        rows.append(
-            {
-                "layer": layer,
-                "measure": "kl_after",
-                "reference": reference,
-                "control_mean": controls.mean(),
-                "control_low": controls.min(),
-                "control_high": controls.max(),
-                "ratio": reference / controls.mean() if controls.mean() > 0 else np.nan,
-                "percentile": 100 * float((controls < reference).mean()),
-                "n_controls": len(controls),
-            }
-        )
+    for layer in setting.layers:
+        own, direction = (table["layer"] == layer).to_numpy(), table["direction"].to_numpy()
+        place = int(np.flatnonzero(own & (direction == "reference"))[0])
+        which = np.flatnonzero(own & (direction == "matched"))
+        values = versus(sums, counts, place, which, setting.weights)
+        rows.append({"layer": layer, "measure": "kl_after", **values, "n_controls": len(which)})
     return pd.DataFrame(rows)
 
 
@@ -105,7 +101,8 @@ def greedy_table(setting: Setting, changes: Sequence[Change]) -> pd.DataFrame:
     """First step at which each removal's greedy continuation differs, one control a layer beside it."""
     length = WINDOW[1] + READ
     places = [place for place, ids in enumerate(setting.documents.ids) if len(ids) >= length]
-    columns = ["layer", "direction", "step", "step_low", "step_high", "never", "n_documents"]
+    measures = [f"{name}{end}" for name in ("step", "differs") for end in ENDS]
+    columns = ["layer", "direction", *measures, "n_documents"]
     if not places:
         say(f"note: no document has the {length} tokens that greedy continuations start from")
         return pd.DataFrame(columns=columns)
@@ -115,16 +112,12 @@ def greedy_table(setting: Setting, changes: Sequence[Change]) -> pd.DataFrame:
     rows = []
     clean = greedy(setting, prompts, None)
     for change in changes:
-        if change.labels["draw"] not in (-1, 0):
+        if change.labels["draw"] not in (-1, 0) or change.labels["direction"] == NORM_KEPT:
             continue
         steps = first_difference(clean, greedy(setting, prompts, change)).numpy().astype(float)
-        middle = median_interval(steps, weights)
-        rows.append(
-            [
-                change.start, change.labels["direction"], *(np.nan if end is None else end for end in middle),
-                float((steps > GREEDY).mean()), len(documents),
-            ]
-        )  # fmt: skip
+        differs = ratio_interval((steps <= GREEDY).astype(float), np.ones(len(steps)), weights)
+        parts = [float(part_or_nan(part, ())) for part in (*median_interval(steps, weights), *differs)]
+        rows.append([change.start, change.labels["direction"], *parts, len(documents)])
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -163,7 +156,7 @@ def recovery(setting: Setting) -> tuple[Tables, Tally]:
     """Removal at one layer: does the stream find back to m^ downstream (spec part B, recovery).
 
     Table ``recovery``: a row an edited layer and layer, with the mean cosine of the stream and the layer's own m^,
-    clean and changed, their difference with its interval, and the same of one matched control.
+    clean and changed, their difference (``dip``), both with intervals, and the same of one matched control.
     """
     probe = stream_probe(setting.reader, setting.reference)
     changes = []
@@ -171,17 +164,19 @@ def recovery(setting: Setting) -> tuple[Tables, Tally]:
         m = setting.unit(layer)
         for direction, by in (
             ("reference", dose(m, 0.0)),
+            (NORM_KEPT, dose(m, 0.0)),
             ("matched", matched(m, setting.randoms(layer)[0], 0.0)),
         ):
-            changes.append(
-                Change(edits={("resid", layer): edit(by)}, labels={"direction": direction, "draw": 0})
-            )
+            step = edit(by, direction == NORM_KEPT)
+            changes.append(Change(edits={("resid", layer): step}, labels={"direction": direction, "draw": 0}))
     tally = setting.run("recovery", changes, {"stream": probe})
     cosine, counts = tally.probes["stream"][..., 0].numpy(), tally.counts["far"].numpy()
     rows = []
     for line, change in enumerate(changes, start=1):
-        moved = ratio_interval(cosine[line] - cosine[CLEAN], counts, setting.weights)
-        ends = [part_or_nan(part, moved.estimate.shape) for part in moved]
+        after, moved = (
+            [part_or_nan(part, cosine.shape[2:]) for part in ratio_interval(values, counts, setting.weights)]
+            for values in (cosine[line], cosine[line] - cosine[CLEAN])
+        )
         for layer in range(change.start, cosine.shape[-1]):
             rows.append(
                 {
@@ -189,8 +184,8 @@ def recovery(setting: Setting) -> tuple[Tables, Tally]:
                     **change.labels,
                     "layer": layer,
                     "cosine_clean": cosine[CLEAN, :, layer].sum() / counts.sum(),
-                    "cosine": cosine[line, :, layer].sum() / counts.sum(),
-                    **dict(zip(("dip", "dip_low", "dip_high"), (float(e[layer]) for e in ends), strict=True)),
+                    **{f"cosine{end}": float(part[layer]) for end, part in zip(ENDS, after, strict=True)},
+                    **{f"dip{end}": float(part[layer]) for end, part in zip(ENDS, moved, strict=True)},
                     "n_tokens": int(counts.sum()),
                 }
             )
@@ -231,8 +226,11 @@ def co_removal(setting: Setting) -> tuple[Tables, Tally]:
         units = {layer: setting.unit(layer) for layer in layers}
         randoms = {layer: setting.randoms(layer) for layer in layers}
         labels = {"layer_set": name, "n_layers": len(layers)}
-        removed: dict[tuple[str, int], Edit] = {("resid", n): edit(dose(m, 0.0)) for n, m in units.items()}
-        changes.append(Change(edits=removed, labels={**labels, "direction": "reference", "draw": -1}))
+        for direction in ("reference", NORM_KEPT):
+            removed: dict[tuple[str, int], Edit] = {
+                ("resid", n): edit(dose(m, 0.0), direction == NORM_KEPT) for n, m in units.items()
+            }
+            changes.append(Change(edits=removed, labels={**labels, "direction": direction, "draw": -1}))
         for draw in range(setting.draws):
             moved: dict[tuple[str, int], Edit] = {
                 ("resid", n): edit(matched(m, randoms[n][draw], 0.0)) for n, m in units.items()

@@ -19,7 +19,7 @@ from satlens.carried.tally import Probe, Tally
 from satlens.errors import SatlensError
 from satlens.metrics import onednn_linears
 from satlens.reading import process_place
-from satlens.stream import gather
+from satlens.stream import agree, gather
 
 GROUP = 16
 """Changes whose final hidden states are held at once; a chunk's clean logits are made once for all of them."""
@@ -49,15 +49,19 @@ def measure(
             altered something, or an edit that did not fire.
     """
     tally = Tally(n_documents=documents.n_documents, n_layers=reader.n_layers + 1, changes=changes)
-    passes = 0
+    passes, problem = 0, None
     rank, world = process_place()
-    with torch.no_grad(), onednn_linears(reader.model):
-        for rows in documents.batches(batch_size, reader.device, reader.pad, rank, world):
-            _Pass(reader, rows, tally, probes, {} if regions is None else regions(rows)).run(group)
-            passes += 1
-            if on_batch is not None:
-                on_batch(rows)
-    tally.check(passes)
+    try:
+        with torch.no_grad(), onednn_linears(reader.model):
+            for rows in documents.batches(batch_size, reader.device, reader.pad, rank, world):
+                _Pass(reader, rows, tally, probes, {} if regions is None else regions(rows)).run(group)
+                passes += 1
+                if on_batch is not None:
+                    on_batch(rows)
+        tally.check(passes)
+    except SatlensError as error:
+        problem = error
+    agree(problem)
     tally = gather(tally)
     tally.changes = changes
     return tally

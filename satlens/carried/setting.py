@@ -1,4 +1,21 @@
-"""What every causal experiment runs on: a model, its fitted directions, the evaluated documents, how to measure."""
+"""What every causal experiment runs on: a model, its fitted directions, the evaluated documents, how to measure.
+
+In a notebook (every experiment of `satlens reference-causal` is such a function of a setting)::
+
+    from satlens.carried.documents import documents
+    from satlens.carried.doses import dose_response
+    from satlens.carried.fit import fit
+    from satlens.carried.opening import open_reader
+    from satlens.carried.setting import new_setting
+    from satlens.reading import Reading
+
+    reading = Reading(tokens=1000)
+    reader = open_reader("reference-transformer", reading)
+    sets = documents(reader, reading)
+    setting = new_setting(reader, fit(reader, sets.fit), sets.evaluate, layers=(4,))
+    tables, sums = dose_response(setting, alphas=(0.0, 1.0))
+    removal = tables["dose"].query("direction == 'reference' and alpha == 0 and not norm_kept")
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,13 +80,14 @@ class Setting:
         documents: DocumentSet | None = None,
         regions: Regions | None = None,
     ) -> Tally:
-        """Measure changes on the evaluated documents, reading every MLP gate beside ``probes``."""
+        """Measure changes on the evaluated documents, reading every MLP gate beside ``probes``, and SATFormer's own."""
         told = self.on_batch
+        own = {"own": own_gate_probe(self.reader)} if self.reader.value_reads else {}
         return measure(
             self.reader,
             documents or self.documents,
             changes,
-            {"gates": gate_probe(self.reader), **(probes or {})},
+            {"gates": gate_probe(self.reader), **own, **(probes or {})},
             batch_size=self.batch_size,
             regions=regions,
             on_batch=None if told is None else lambda rows: told(words, rows),

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pandas as pd
 
-from satlens.bootstrap import ratio_interval
+from satlens.bootstrap import Floats, ratio_interval
 from satlens.carried.documents import DocumentSet
 from satlens.carried.fit import fit
 from satlens.carried.outcomes import part_or_nan
 from satlens.carried.setting import GATES, Setting, stream_probe
-from satlens.carried.tally import CLEAN
+from satlens.carried.tally import CLEAN, Tally
 
 DECILES = 10
 """Groups of token types of like frequency that the frequency-matched text draws from."""
@@ -65,7 +65,8 @@ def text_ladder(setting: Setting) -> dict[str, pd.DataFrame]:
     """Duty, firing and the stream's share along the prose's m^, layer by layer, on each rung.
 
     Table ``ladder``: a row a rung and layer; ``cosine`` is that of the rung's own mean with the fitted m
-    (spec part B, repeated token). All rungs have the documents' lengths, so the same positions count.
+    (spec part B, repeated token). All rungs have the documents' lengths, so the same positions count. Of
+    SATFormer, ``open`` and ``alpha`` are those of its own gate.
     """
     reader = setting.reader
     probe = stream_probe(reader, setting.reference)
@@ -73,6 +74,11 @@ def text_ladder(setting: Setting) -> dict[str, pd.DataFrame]:
     for place, (rung, make) in enumerate(LADDER.items()):
         generator = np.random.default_rng([setting.seed, place])
         ids = setting.documents.ids if make is None else make(setting.documents, generator)
+        if reader.bos is not None:  # every text begins as the model expects
+            ids = tuple(
+                np.concatenate([old[:1], new[1:]])
+                for old, new in zip(setting.documents.ids, ids, strict=True)
+            )
         documents = DocumentSet(ids=ids, names=setting.documents.names, kinds=(rung,) * len(ids))
         mean = fit(reader, documents, batch_size=setting.batch_size).mean
         tally = setting.run(f"text ladder: {rung}", [], {"stream": probe}, documents)
@@ -82,6 +88,7 @@ def text_ladder(setting: Setting) -> dict[str, pd.DataFrame]:
             row = {"text": rung, "layer": layer}
             width = reader.reads[layer].n_gates
             measures = {name: gates[:, layer, at] / width for at, name in enumerate(GATES)}
+            measures |= _own_gate(tally, layer)
             for name, sums in {**measures, "share": stream[:, layer, 0]}.items():
                 interval = ratio_interval(sums, counts, setting.weights)
                 for end, part in zip(("", "_low", "_high"), interval, strict=True):
@@ -90,3 +97,12 @@ def text_ladder(setting: Setting) -> dict[str, pd.DataFrame]:
             row["cosine"] = float(one @ other / (one.norm() * other.norm()))
             rows.append({**row, "n_tokens": int(counts.sum()), "n_documents": len(ids)})
     return {"ladder": pd.DataFrame(rows)}
+
+
+def _own_gate(tally: Tally, layer: int) -> dict[str, Floats]:
+    """Sums by document of open gates and of alpha, means over heads; nothing where the layer has no gate of its own."""
+    own = tally.probes.get("own")
+    if own is None or bool(own[CLEAN, :, layer].isnan().any()):
+        return {}
+    both = own[CLEAN, :, layer].unflatten(-1, (2, -1)).mean(-1).numpy()
+    return {"open": both[:, 0], "alpha": both[:, 1]}

@@ -14,7 +14,7 @@ from satlens.run import plain
 
 Rows = dict[str, list[dict[str, Any]]]
 """Table -> its rows, as one model gave them."""
-EDITION = 1
+EDITION = 2
 """Raised when the same identity would give other rows than before, so that those of older code are not taken."""
 FAILURES = (
     SatlensError,

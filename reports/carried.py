@@ -111,7 +111,7 @@ def sentences(statics: Sequence[FinishedRun], causal: Sequence[FinishedRun]) -> 
     lines = [
         f"- SATFormer's own gate: {below} of {len(heads)} gates rest below 0; duty and resting logit correlate at "
         f"{heads['duty'].corr(heads['resting']):.2f} (Pearson), and duty is one minus the share of exact zeros above.",
-        f"- With m^ removed at its layer's input the gate surely opens at layers {_list(opened)} and surely shuts at "
+        f"- With m^ removed at its layer's input the gate surely opens at {_list(opened)} and surely shuts at "
         f"{_list(shut)} (share of open gates, 95 % interval on one side of 0).",
         f"- What that costs, seen by the gate alone: {_range(only)} PPL by layer, against {_range(zeroed)} for zeroing "
         "the gate there.",
@@ -148,4 +148,4 @@ def _range(rows: pd.DataFrame) -> str:
 
 
 def _list(layers: list[int]) -> str:
-    return ", ".join(map(str, layers)) or "none"
+    return f"layers {', '.join(map(str, layers))}" if layers else "no layer"

@@ -10,6 +10,8 @@ from plotly.subplots import make_subplots
 
 from satlens.plots import theme
 
+DRAWN = 100
+"""Gates of a layer that the scatter of single gates shows."""
 Tables = Mapping[str, pd.DataFrame]
 Info = Mapping[str, Any]
 
@@ -130,7 +132,7 @@ def carried_resting(tables: Tables, info: Info) -> go.Figure:
 
 def carried_duty(tables: Tables, info: Info) -> go.Figure:
     """Duty of single gates against their resting term, up to eight layers; SATFormer's own gates beside them."""
-    gates = tables["carried_gates"]
+    gates = _thinned(tables["carried_gates"])
     chosen = spread(sorted(_mlp(gates)["layer"].unique()), 8)
     columns = min(4, len(chosen))
     rows, own = -(-len(chosen) // columns), bool((gates["kind"] == "value").any())
@@ -174,6 +176,12 @@ def carried_duty(tables: Tables, info: Info) -> go.Figure:
         height=150 + 230 * rows,
     )
     return clear_of_titles(styled)
+
+
+def _thinned(gates: pd.DataFrame) -> pd.DataFrame:
+    """At most ``DRAWN`` gates a layer and kind, evenly by number: a page holds pictures of many models."""
+    parts = [part.iloc[:: -(-len(part) // DRAWN)] for _, part in gates.groupby(["layer", "kind"], sort=False)]
+    return pd.concat(parts, ignore_index=True)
 
 
 def _stability(fig: go.Figure, table: pd.DataFrame) -> None:

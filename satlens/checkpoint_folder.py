@@ -17,7 +17,7 @@ FACTS = "satlens.json"
 
 # Keys that official configs and older transformers releases write and that change nothing here.
 _IDLE_KEYS = """
-    value_residual_lambda2_init transformers_version architectures dtype torch_dtype auto_map _name_or_path
+    transformers_version architectures dtype torch_dtype auto_map _name_or_path
     attn_implementation _attn_implementation _attn_implementation_autoset torchscript use_bfloat16
     tf_legacy_loss pruned_heads is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder
     output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label
@@ -25,6 +25,8 @@ _IDLE_KEYS = """
     decoder_start_token_id
 """
 HARMLESS = frozenset(_IDLE_KEYS.split())
+STRAY = "value_residual_lambda2_init"
+"""ResFormer's, but official SATFormer configs carry it too."""
 
 
 def read_config(folder: Path) -> tuple[Any, list[str]]:
@@ -43,7 +45,7 @@ def read_config(folder: Path) -> tuple[Any, list[str]]:
         )
     config_class = MODELS[model_type].config_class
     fields = {field.name for field in dataclasses.fields(config_class)}
-    if unknown := [key for key in written if key not in fields | HARMLESS]:
+    if unknown := [key for key in written if key not in fields | HARMLESS | {STRAY}]:
         raise UserError(
             f"config.json in {folder} has keys that {model_type} does not know: "
             f"{', '.join(_suggest(key, fields) for key in unknown)}: correct or remove them"
@@ -53,7 +55,7 @@ def read_config(folder: Path) -> tuple[Any, list[str]]:
         config = config_class(**kept)
     except Exception as error:  # the strict config wraps what it finds in classes of its own
         raise UserError(f"config.json in {folder}: {' '.join(str(error).split())}") from error
-    idle = [key for key in written if key == "value_residual_lambda2_init"]
+    idle = [key for key in written if key == STRAY and key not in fields]
     return config, [f"config key {key} has no effect in a {model_type}" for key in idle]
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from satlens.hf import GATES
+from satlens.hf import GATES, MODELS
 from satlens.hf.decoder import CACHE_FIELD
 
-TYPES = ("SATFormer", "transformer")
+TYPES = tuple(MODELS)
 Make = Callable[..., Any]
 
 
@@ -214,7 +214,7 @@ def test_loss_scores_the_next_token_and_skips_ignored_ones(make_model: Make, ids
 
 
 def test_an_untrained_model_is_initialised_as_the_reference(make_model: Make) -> None:
-    from satlens.hf import MODELS, SATFormerConfig
+    from satlens.hf import SATFormerConfig
 
     torch.manual_seed(0)
     config = SATFormerConfig(hidden_size=128, num_hidden_layers=2, num_heads=4, vocab_size=500, qkv_bias=True)
@@ -230,3 +230,111 @@ def test_an_untrained_model_is_initialised_as_the_reference(make_model: Make) ->
 def test_heads_that_do_not_divide_the_width_are_refused(make_model: Make) -> None:
     with pytest.raises(ValueError, match="24 heads do not divide hidden_size 2048"):
         make_model(hidden_size=2048, num_heads=24)
+
+
+SMALL = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "num_hidden_layers": 11,
+    "num_heads": 12,
+    "intermediate_size": 3072,
+}
+OFFICIAL_COUNTS = {
+    "transformer": 128_404_096,
+    "ResFormer": 128_404_117,
+    "SATFormer": 128_496_256,
+    "denseformer": 128_404_173,
+    "muddformer": 128_729_008,
+    "dhc": 128_522_940,
+}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_small_preset_has_the_official_number_of_parameters(model_type: str) -> None:
+    config = MODELS[model_type].config_class(**SMALL, qk_norm=True, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = MODELS[model_type](config)
+    assert sum(p.numel() for p in model.parameters()) == OFFICIAL_COUNTS[model_type]
+
+
+RIVALS = ("ResFormer", "denseformer", "muddformer", "dhc")
+
+
+@pytest.mark.parametrize("model_type", ("denseformer", "muddformer", "dhc"))
+def test_an_untrained_rival_starts_as_a_transformer(ids: Tensor, model_type: str) -> None:
+    shape = {
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "num_heads": 4,
+        "intermediate_size": 256,
+        "vocab_size": 53,
+    }
+    extra = {"param_realloc": False} if model_type == "muddformer" else {}
+    torch.manual_seed(0)
+    rival = MODELS[model_type](MODELS[model_type].config_class(**shape, **extra)).eval()
+    plain = MODELS["transformer"](MODELS["transformer"].config_class(**shape)).eval()
+    own = {name.replace("attn_norm_q", "attn_norm"): tensor for name, tensor in rival.state_dict().items()}
+    plain.load_state_dict({name: own[name] for name in plain.state_dict()})
+    with torch.no_grad():
+        found, expected = (m(ids, output_hidden_states=True).hidden_states[1:-1] for m in (rival, plain))
+    # what is said of hyper-connections is the sum of their four streams, which start out equal
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one / (4 if model_type == "dhc" else 1), other, atol=1e-6, rtol=1e-5)
+
+
+def test_resformer_starts_with_the_official_lambdas(make_model: Make) -> None:
+    config = MODELS["ResFormer"].config_class(hidden_size=24, num_hidden_layers=4, num_heads=4, vocab_size=53)
+    model = MODELS["ResFormer"](config)
+    torch.testing.assert_close(model.model.lambda_manager().detach(), torch.full((3,), 4 / 3))
+    assert [b.attn.value_residual_mixing.lambda2.item() for b in model.model.layers[1:]] == [0.5] * 3
+
+
+def test_hyper_connections_start_as_the_reference_draws_them() -> None:
+    torch.manual_seed(0)
+    config = MODELS["dhc"].config_class(hidden_size=128, num_hidden_layers=2, num_heads=4, vocab_size=500)
+    for layer, block in enumerate(MODELS["dhc"](config).model.layers):
+        for place, hc in ((2 * layer, block.attn_hc), (2 * layer + 1, block.mlp_hc)):
+            expected = torch.cat((torch.eye(4)[:, [place % 4]], torch.eye(4)), dim=1)
+            assert torch.equal(hc.static_alpha, expected) and torch.equal(hc.static_beta, torch.ones(4))
+            assert hc.dynamic_alpha_scale.item() == hc.dynamic_beta_scale.item() == pytest.approx(0.01)
+            assert not hc.dynamic_alpha_proj.any() and not hc.dynamic_beta_proj.any()
+        for linear, std in (
+            (block.attn.o_proj, 0.01),
+            (block.mlp.down_proj, 0.01),
+            (block.attn.q_proj, 0.02),
+        ):
+            assert float(linear.weight.detach().std()) == pytest.approx(std, rel=0.05)
+
+
+def test_muddformer_hands_width_out_by_depth() -> None:
+    config = MODELS["muddformer"].config_class(**SMALL)
+    # the reference's rule, spelled again: half the width first, one and a half times last, to multiples of 256
+    shares = [(0.5 * (11 - m) + 1.5 * (m - 1)) / 10 for m in range(1, 12)]
+    assert [config.mlp_width_of(i) for i in range(11)] == [
+        max(256, 256 * ((round(share * 3072) + 127) // 256)) for share in shares
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "words"),
+    [
+        ("denseformer", {"dwa_dilation": 0}, "dwa_dilation is 0"),
+        ("denseformer", {"dwa_period": 0}, "dwa_period is 0"),
+        ("muddformer", {"num_ways": 3}, "num_ways is 3"),
+        ("dhc", {"expansion_rate": 0}, "expansion_rate is 0"),
+    ],
+)
+def test_a_rival_that_cannot_be_built_says_why(model_type: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MODELS[model_type].config_class(**changes)
+
+
+@pytest.mark.parametrize("model_type", RIVALS)
+def test_every_parameter_of_a_rival_matters(make_model: Make, ids: Tensor, model_type: str) -> None:
+    model = make_model(model_type, tie_word_embeddings=False)
+    with torch.no_grad():
+        for weight in model.parameters():  # some start at 0, and with them the gradients of others
+            weight.add_(0.1 * torch.randn_like(weight))
+    model(ids, labels=ids).loss.backward()
+    still = [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    assert still == []

@@ -102,6 +102,10 @@ class SharedConfig(PreTrainedConfig):
             return (self.hidden_ratio or 4) * self.hidden_size
         return _swiglu_width(self.hidden_size, self.hidden_ratio)
 
+    def mlp_width_of(self, layer: int) -> int:
+        """Width of one layer's MLP: the same in all, except in MUDDFormer."""
+        return self.mlp_width
+
 
 @strict
 class TransformerConfig(SharedConfig):
@@ -131,3 +135,94 @@ class SATFormerConfig(SharedConfig):
         last_k = self.value_residual_last_k
         recent = last_k is None or layer >= self.num_hidden_layers - last_k
         return self.use_value_residual and layer != 0 and recent
+
+
+@strict
+class ResFormerConfig(SharedConfig):
+    """The decoder whose later layers add the first layer's values with one learned scalar a layer."""
+
+    model_type = "ResFormer"
+
+    use_value_residual: bool = True
+    value_residual_lambda2_init: float = 0.5
+    value_residual_last_k: int | None = None
+
+    def mixes(self, layer: int) -> bool:
+        """Whether ``layer`` adds first-layer values (the rule is SATFormer's)."""
+        last_k = self.value_residual_last_k
+        recent = last_k is None or layer >= self.num_hidden_layers - last_k
+        return self.use_value_residual and layer != 0 and recent
+
+
+@strict
+class DenseFormerConfig(SharedConfig):
+    """The decoder whose blocks read a learned average of all earlier block outputs."""
+
+    model_type = "denseformer"
+
+    dwa_dilation: int = 1
+    dwa_period: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in ("dwa_dilation", "dwa_period"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it counts blocks, so at least 1")
+        super().__post_init__(**kwargs)
+
+    def averages(self, layer: int) -> bool:
+        """Whether an average stands behind ``layer``."""
+        return (layer + 1) % self.dwa_period == 0
+
+
+@strict
+class MUDDFormerConfig(SharedConfig):
+    """The decoder whose queries, keys, values and residual each read a token-dependent mix of earlier outputs."""
+
+    model_type = "muddformer"
+
+    num_ways: int = 4
+    param_realloc: bool = True
+    use_pre_post_da_norm: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_ways != 4 and self.num_hidden_layers > 1:
+            raise ValueError(
+                f"num_ways is {self.num_ways}; a block reads four streams (queries, keys, values, residual)"
+            )
+        super().__post_init__(**kwargs)
+
+    @property
+    def mlp_width(self) -> int:
+        """Width before it is handed out by depth; a null one goes to the **nearest** multiple of 256 here."""
+        floor = int(self.hidden_size * (self.hidden_ratio or 4) * 2 / 3)
+        return self.intermediate_size or _nearest_256(floor)
+
+    def mlp_width_of(self, layer: int) -> int:
+        """Deeper layers are wider under ``param_realloc``: half the width first, one and a half times last."""
+        n_layers = self.num_hidden_layers
+        if not self.param_realloc or n_layers == 1:
+            return self.mlp_width
+        share = (0.5 * (n_layers - 1 - layer) + 1.5 * layer) / (n_layers - 1)
+        return _nearest_256(round(share * self.mlp_width))
+
+
+@strict
+class HyperConnectionsConfig(SharedConfig):
+    """The decoder with several residual streams, which each sub-layer reads and writes by learned weights."""
+
+    model_type = "dhc"
+
+    expansion_rate: int = 4
+    use_dynamic_hc: bool = True
+    use_tanh: bool = True
+    hc_norm_type: str = "rms"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.expansion_rate < 1:
+            raise ValueError(f"expansion_rate is {self.expansion_rate}; it counts streams, so at least 1")
+        super().__post_init__(**kwargs)
+
+
+def _nearest_256(width: int) -> int:
+    """The nearest multiple of 256, ties down, at least 256 (MUDDFormer's rule)."""
+    return max(256, 256 * ((width + 127) // 256))

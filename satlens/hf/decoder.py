@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.initialization import copy_
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -25,17 +26,19 @@ class Block(GradientCheckpointingLayer):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = attention(config, layer_idx)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = new_mlp(config)
+        self.mlp = new_mlp(config, layer_idx)
 
     def forward(
         self,
         hidden_states: Float[Tensor, "batch pos d_model"],
         v1: Float[Tensor, "batch pos kv_head d_head"] | None = None,
+        coefficient: Float[Tensor, ""] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``(hidden_states, v1, attention weights or None)``. V1 is positional so that reentrant gradient
-        checkpointing sees it as an input."""
-        attn_out, weights, v1 = self.attn(self.attn_norm(hidden_states), v1=v1, **kwargs)
+        """``(hidden_states, v1, attention weights or None)``. V1 and its coefficient are positional so that reentrant
+        gradient checkpointing sees them as inputs."""
+        normed = self.attn_norm(hidden_states)
+        attn_out, weights, v1 = self.attn(normed, v1=v1, coefficient=coefficient, **kwargs)
         hidden_states = hidden_states + attn_out
         return hidden_states + self.mlp(self.mlp_norm(hidden_states)), v1, weights
 
@@ -55,27 +58,36 @@ class DecoderPreTrained(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """One rule for all; a linear map may bring its own ``start_std``, a module its own ``start_values``."""
         if isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
+            nn.init.constant_(module.weight, module.start)
         elif isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            std = cast(float, getattr(module, "start_std", self.config.initializer_range))
+            nn.init.normal_(module.weight, mean=0.0, std=std)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(cast(Tensor, module.bias))
             if isinstance(module, FrozenZero):
                 nn.init.zeros_(module.weight)
+        elif hasattr(module, "start_values"):
+            for name, value in cast(Any, module).start_values().items():
+                copy_(getattr(module, name), value)
 
 
 class DecoderModel(DecoderPreTrained):
     """Embedding, blocks, final norm."""
 
     attention: ClassVar[type[Attention]] = Attention
+    block: ClassVar[type[nn.Module]] = Block
 
     def __init__(self, config: SharedConfig) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = Rotary(config.head_dim, config.rope_theta)
-        self.layers = nn.ModuleList(Block(config, i, self.attention) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            self.block(config, i, self.attention) for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.add_parts(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -84,6 +96,31 @@ class DecoderModel(DecoderPreTrained):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = cast(nn.Embedding, value)
+
+    def add_parts(self, config: Any) -> None:
+        """Modules that stand beside or between the blocks."""
+
+    def begin(self, embedded: Float[Tensor, "batch pos d_model"]) -> tuple[Tensor, Any]:
+        """What block 0 reads, and what later blocks will need beside it (nothing yet)."""
+        return embedded, None
+
+    def advance(
+        self, layer: int, block: Any, x: Tensor, memory: Any, **shared: Any
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """What the block after ``layer`` reads, the memory then, and the attention weights if they were asked for.
+
+        ``block`` is the layer's, or what stands for it (a bridge runs its own): here the memory is V1.
+        """
+        x, memory, weights = block(x, memory, **shared)
+        return x, memory, weights
+
+    def reported(self, x: Tensor, memory: Any) -> Float[Tensor, "batch pos d_model"]:
+        """What ``output_hidden_states`` says of the stream before a block."""
+        return x
+
+    def end(self, x: Tensor, memory: Any) -> Float[Tensor, "batch pos d_model"]:
+        """What the final norm reads after the last block."""
+        return x
 
     def forward(
         self,
@@ -122,12 +159,15 @@ class DecoderModel(DecoderPreTrained):
             "cache": cache,
             "output_attentions": bool(output_attentions),
         }
-        inputs, patterns, v1 = [], [], None
-        for layer in self.layers:
-            inputs.append(x)
-            x, v1, weights = layer(x, v1, **shared)
+        inputs: list[Tensor] = []
+        patterns: list[Any] = []
+        x, memory = self.begin(x)
+        for layer, block in enumerate(self.layers):
+            if output_hidden_states:
+                inputs.append(self.reported(x, memory))
+            x, memory, weights = self.advance(layer, block, x, memory, **shared)
             patterns.append(weights)
-        x = self.norm(x)
+        x = self.norm(self.end(x, memory))
         out = BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*inputs, x) if output_hidden_states else None,

@@ -16,10 +16,10 @@ QK_NORM_EPS = 1e-5  # the official q/k norms ignore norm_eps
 class RMSNorm(nn.Module):
     """``w * x / sqrt(mean(x^2) + eps)``, statistics in float32, result in the dtype of ``x``."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, start: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.full((width,), start))
+        self.variance_epsilon, self.start = eps, start
 
     def forward(self, x: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
         full = x.float()
@@ -53,11 +53,11 @@ def rotate(x: Float[Tensor, "batch head pos d_head"], cos: Tensor, sin: Tensor) 
 class SwiGLU(nn.Module):
     """``down(silu(gate x) * up x)``; biases only where the config asks for them."""
 
-    def __init__(self, config: SharedConfig) -> None:
+    def __init__(self, config: SharedConfig, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = nn.SiLU()
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
@@ -67,19 +67,20 @@ class SwiGLU(nn.Module):
 class PlainMLP(nn.Module):
     """``down(gelu(up x))`` with the exact GELU, the MLP of the paper's development study (our own option)."""
 
-    def __init__(self, config: SharedConfig) -> None:
+    def __init__(self, config: SharedConfig, width: int) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.mlp_width, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.mlp_width, config.hidden_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = nn.GELU()
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
-def new_mlp(config: SharedConfig) -> nn.Module:
-    """The MLP that the config names."""
-    return PlainMLP(config) if config.mlp == "gelu" else SwiGLU(config)
+def new_mlp(config: SharedConfig, layer_idx: int) -> nn.Module:
+    """The MLP that the config names, as wide as the layer's is."""
+    width = config.mlp_width_of(layer_idx)
+    return PlainMLP(config, width) if config.mlp == "gelu" else SwiGLU(config, width)
 
 
 class FrozenZero(nn.Linear):
@@ -115,6 +116,7 @@ class Attention(nn.Module):
         v: Float[Tensor, "batch pos kv_head d_head"],
         h: Float[Tensor, "batch pos d_model"],
         v1: Tensor | None,
+        coefficient: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The values attention will use, and the first layer's values to hand on."""
         return v, v1
@@ -127,14 +129,22 @@ class Attention(nn.Module):
         v1: Float[Tensor, "batch pos kv_head d_head"] | None = None,
         cache: Any = None,
         output_attentions: bool = False,
+        coefficient: Float[Tensor, ""] | None = None,
+        keys_read: Float[Tensor, "batch pos d_model"] | None = None,
+        values_read: Float[Tensor, "batch pos d_model"] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``(output, attention weights or None, v1)``. The weights stand second because that is where hook
-        libraries look for them."""
+        libraries look for them.
+
+        ``coefficient`` scales V1 (ResFormer). ``keys_read`` and ``values_read``: what keys and values are made of,
+        where that is another stream than the queries' (MUDDFormer)."""
         split = "batch pos (head d_head) -> batch pos head d_head"
+        of_keys = hidden_states if keys_read is None else keys_read
+        of_values = hidden_states if values_read is None else values_read
         q = rearrange(self.q_proj(hidden_states), split, d_head=self.head_dim)
-        k = rearrange(self.k_proj(hidden_states), split, d_head=self.head_dim)
-        v = rearrange(self.v_proj(hidden_states), split, d_head=self.head_dim)
-        v, v1 = self.mix_values(v, hidden_states, v1)
+        k = rearrange(self.k_proj(of_keys), split, d_head=self.head_dim)
+        v = rearrange(self.v_proj(of_values), split, d_head=self.head_dim)
+        v, v1 = self.mix_values(v, hidden_states, v1, coefficient)
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -68,7 +68,9 @@ class SATFormerAttention(Attention):
         if self.mixes:
             self.value_residual_mixing = ValueResidualMixing(config)
 
-    def mix_values(self, v: Tensor, h: Tensor, v1: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def mix_values(
+        self, v: Tensor, h: Tensor, v1: Tensor | None, coefficient: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         if self.writes:
             return v, self.first_value(v)
         if self.mixes:

@@ -134,15 +134,17 @@ def plain_adamw(data: Path, arch: str, steps: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in parameters.items()}
 
 
-@pytest.mark.parametrize("arch", ["SATFormer", "transformer"])
+@pytest.mark.parametrize("arch", list(MODELS))
 def test_three_steps_equal_adamw_written_out(arch: str, data: Path, tmp_path: Path) -> None:
     stopped = recipe(data, tmp_path / arch, arch=arch, snapshots=4)  # keeps 0, 1, 3 and 12 finished steps
     train(stopped)
     assert sorted(p.name[-2:] for p in (tmp_path / arch / "snapshots").iterdir()) == ["00", "01", "03", "12"]
+    # weights that start at 0 give gradients near Adam's epsilon, where rounding decides part of a step (of 1e-2)
+    bound = 5e-5 if arch in ("muddformer", "dhc") else 2e-6
     for steps in (0, 1, 3):
         expected = plain_adamw(data, arch, steps)
         for name, tensor in weights(tmp_path / arch / "snapshots" / f"step-{steps:08d}").items():
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6)
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=bound)
 
 
 def test_the_logged_loss_is_the_mean_nll_of_the_windows_of_that_step(data: Path, finished: Path) -> None:
@@ -442,7 +444,7 @@ REFUSED = [
         r"10,000,000 tokens need 312,500 windows of 32, but the data hold \d+ and epochs is 1",
     ),
     ({"max_tokens": 100}, "max_tokens 100 is less than one step of 128"),
-    ({"arch": "mamba"}, "unknown arch 'mamba'; known: transformer, SATFormer"),
+    ({"arch": "mamba"}, "unknown arch 'mamba'; known: transformer, SATFormer, ResFormer"),
     ({"model": {**MODEL, "num_head": 3}}, "fields that SATFormer does not know: num_head"),
     ({"model": {**MODEL, "num_heads": 5}}, "5 heads do not divide hidden_size 32"),
     ({"model": {**MODEL, "qk_norm": "yes"}}, "the model section is wrong: .*qk_norm"),

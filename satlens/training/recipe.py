@@ -27,7 +27,7 @@ class Recipe:
     """The paper's recipe (spec section 10): AdamW, linear warm-up, cosine to a tenth, clip 1, weight decay 0.1."""
 
     arch: str
-    """Model type: transformer or SATFormer."""
+    """Model type: transformer, SATFormer, ResFormer, denseformer, muddformer or dhc (HyperConnections)."""
     model: dict[str, Any] = field(default_factory=dict)
     """Config fields of the model, under their official names."""
     data: Path
@@ -138,6 +138,15 @@ def read_recipe(path: Path, **overrides: Any) -> Recipe:
         given = {**tomllib.loads(path.read_text(encoding="utf-8")), **overrides}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
+    return new_recipe(given, str(path))
+
+
+def new_recipe(given: dict[str, Any], path: str) -> Recipe:
+    """A recipe from plain fields; ``path`` says in messages where they come from.
+
+    Raises:
+        UserError: unknown or missing fields, or a value that makes no sense.
+    """
     specs = {spec.name: spec for spec in dataclasses.fields(Recipe)}
     if unknown := sorted(set(given) - set(specs)):
         raise UserError(f"{path}: unknown fields {', '.join(unknown)}; known: {', '.join(sorted(specs))}")

@@ -2,7 +2,8 @@
 
 The four replacements form a ladder (paper, Fig. 4 has the first two). zero removes V1; mean keeps one constant per
 layer; head-mean one per head; resample keeps each head's distribution but not its timing. Constants and draws come
-from calibration documents that are not scored. Deltas are paired on the same tokens, with 95 % intervals.
+from calibration documents that are not scored. Deltas are paired on the same tokens, with 95 % intervals. A gate that
+is one constant a layer (ResFormer's lambda_1) can only be zeroed.
 
 Examples:
     satlens ablate reference-satformer
@@ -12,7 +13,7 @@ Examples:
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -44,8 +45,8 @@ class Config:
 
     model: tyro.conf.Positional[str] = "reference-satformer"
     """A checkpoint folder, or reference-satformer."""
-    kinds: tuple[Kind, ...] = ("zero", "mean", "head-mean", "resample")
-    """Replacements to try in scope layer; the other scopes use the first one."""
+    kinds: tuple[Kind, ...] = ()
+    """Replacements to try in scope layer; the other scopes use the first one. Left out, all that have a meaning."""
     scopes: tuple[Scope, ...] = ("layer",)
     """layer: one at a time; head: one head at a time; upward: n to last; downward: first to n."""
     layers: tuple[int, ...] = ()
@@ -56,8 +57,8 @@ class Config:
     """Text and machine settings."""
 
     def __post_init__(self) -> None:
-        if not self.kinds or not self.scopes:
-            raise UserError("nothing to do: name at least one of --kinds and one of --scopes")
+        if not self.scopes:
+            raise UserError("nothing to do: name at least one of --scopes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ def calibrate(subject: Subject, calibration: Any, reading: Reading) -> Any:
 
     sites = subject.sites
     if sites.gate_kind is None:
-        raise UserError(f"{subject.name} is a {sites.architecture}: it has no gates to ablate")
+        raise UserError(sites.why_no_gate(subject.name))
     stats = GateStatistics(calibration.n_documents, sites)
     sample = GateSample(sites, calibration.n_tokens, N_DRAWS, reading.seed)
     clean = Condition(name="clean", accumulators=(stats, sample))
@@ -126,25 +127,41 @@ def plan(config: Config, subject: Subject, corpus: Any, known: Any) -> list[Plan
     """Every condition that the flags ask for.
 
     Raises:
-        UserError: a layer without a gate.
+        UserError: a layer without a gate, or a replacement that has no meaning for this kind of gate.
     """
     gated = subject.sites.layers("gate")
-    layers = config.layers or gated
+    kinds, layers = kinds_for(subject, config.kinds), config.layers or gated
     for layer in layers:
         subject.sites.name("gate", layer)
     heads = range(subject.sites.n_kv_heads)
-    seed, main = config.reading.seed, config.kinds[0]
+    seed, main = config.reading.seed, kinds[0]
     wanted: list[tuple[str, str, int, int | None, list[int]]] = []
     for scope in config.scopes:
         for layer in layers:
             if scope == "layer":
-                wanted += [(kind, scope, layer, None, [layer]) for kind in config.kinds]
+                wanted += [(kind, scope, layer, None, [layer]) for kind in kinds]
             elif scope == "head":
                 wanted += [(main, scope, layer, head, [layer]) for head in heads]
             else:
                 together = [n for n in gated if (n >= layer if scope == "upward" else n <= layer)]
                 wanted.append((main, scope, layer, None, together))
     return [_planned(*item, known=known, seed=seed, n_documents=corpus.n_documents) for item in wanted]
+
+
+def kinds_for(subject: Subject, asked: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    """The replacements asked for, or all that have a meaning.
+
+    Raises:
+        UserError: one that would put a constant gate's own constant back.
+    """
+    if subject.sites.gate_kind != "static":
+        return asked or get_args(Kind)
+    if idle := [kind for kind in asked if kind != "zero"]:
+        raise UserError(
+            f"{subject.name} is a {subject.sites.architecture}: its gate is one learned constant a layer (lambda_1), "
+            f"so {', '.join(idle)} would only put that constant back; use --kinds zero"
+        )
+    return ("zero",)
 
 
 def _planned(

@@ -183,7 +183,7 @@ def lens_ends_at_the_model(subject: Subject, corpus: Any) -> list[Finding]:
     import torch
     import torch.nn.functional as F
 
-    from satlens.architectures.steps import begin, step
+    from satlens.architectures.steps import begin, end, step
     from satlens.stream import nll_of
 
     batch = next(iter(subject.batches(corpus, 2))).to(next(subject.bridge.original_model.parameters()).device)
@@ -191,7 +191,7 @@ def lens_ends_at_the_model(subject: Subject, corpus: Any) -> list[Finding]:
         state = begin(subject.bridge, batch.input_ids, batch.padding)
         for layer in range(subject.sites.n_layers):
             state = step(subject.bridge, layer, state)
-        lens = nll_of(subject.bridge, state.residual, batch)
+        lens = nll_of(subject.bridge, end(subject.bridge, state), batch)
         logits = subject.bridge.original_model(batch.input_ids, attention_mask=batch.padding).logits
         plain = F.cross_entropy(logits[batch.scored].double(), batch.targets(), reduction="none")
     gap = float((lens.double() - plain).abs().max())

@@ -2,7 +2,7 @@
 
 Measures the paper's Fig. 3 (heatmap) and Fig. 8 (profile, sparsity, variation across heads) with 95 % intervals, and
 stores the sums by token id, by document and by both, so that every figure, and what follows from it, can be made and
-resampled again without the model.
+resampled again without the model. ResFormer's gate is lambda_1, one learned constant a layer.
 
 Examples:
     satlens gates reference-satformer
@@ -62,7 +62,7 @@ def accumulator(subject: Subject, corpus: Any) -> Any:
     from satlens.accumulators import GateStatistics
 
     if subject.sites.gate_kind is None:
-        raise UserError(f"{subject.name} is a {subject.sites.architecture}: it has no gates to measure")
+        raise UserError(subject.sites.why_no_gate(subject.name))
     return GateStatistics(corpus.n_documents, subject.sites)
 
 
@@ -83,8 +83,9 @@ def finish(out: Run, subject: Subject, corpus: Any, stats: Any, reading: Reading
         "gate_heatmap": heatmap(arrays, layers, weights),
         "gate_profile": profile(arrays, layers, weights),
         "gate_histogram": histogram(arrays, layers),
-        "gate_top_tokens": top_tokens(arrays, layers, subject.tokenizer),
     }
+    if stats.kind != "static":  # one constant a layer has no order among tokens
+        tables["gate_top_tokens"] = top_tokens(arrays, layers, subject.tokenizer)
     units = {
         "mean": "alpha",
         "low": "alpha",
@@ -102,7 +103,8 @@ def finish(out: Run, subject: Subject, corpus: Any, stats: Any, reading: Reading
         "n_documents": int((arrays["doc_count"] > 0).sum()),
     }
     for name, figure in FIGURES.items():
-        out.figure(name, figure(tables, info))
+        if stats.kind != "static" or name == "fig8_profile":  # nor a distribution, nor heads that differ
+            out.figure(name, figure(tables, info))
     summary = {**info, **_headline(tables["gate_profile"], tables["gate_heatmap"])}
     return out.finish(summary, model=subject.facts, data=data_facts(subject, corpus, reading))
 

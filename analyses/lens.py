@@ -1,7 +1,9 @@
 """At what depth does the model know: perplexity when each layer's residual stream goes straight to the head.
 
-The logit lens of the paper's Fig. 5: final norm and unembedding on ``resid_post`` of every layer. With a baseline, both
-models read the same tokens, and the crossover is the first layer from which the model's NLL stays below the baseline's.
+The logit lens of the paper's Fig. 5: final norm and unembedding on the ``stream`` behind every layer, that is on what
+the model would end with there: the residual stream, DenseFormer's average, MUDDFormer's residual mix, the sum of
+HyperConnections' streams. With a baseline, both models read the same tokens, and the crossover is the first layer
+from which the model's NLL stays below the baseline's.
 
 Examples:
     satlens lens reference-satformer --baseline reference-transformer

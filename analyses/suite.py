@@ -105,7 +105,9 @@ def run(config: Config) -> list[Path] | None:
             "note: dictionaries are trained by one process: run satlens sae train, label, categories, flow apart"
         )
     elif config.sae_tokens:
-        runs += describe_v1(config, baseline_name, runs[0] if gated else None)
+        # a static gate has no kinds of tokens to prefer
+        asked = gated and subject.sites.gate_kind != "static"
+        runs += describe_v1(config, baseline_name, runs[0] if asked else None)
     if process_place()[1] == 1:
         runs += rest(config)
     small = dataclasses.replace(config.reading, tokens=2000)

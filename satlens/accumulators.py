@@ -21,8 +21,8 @@ N_BINS = 48
 SMALLEST, LARGEST = 1e-3, 1e2
 """Where the logarithmic bins of gate values begin and end; what lies outside falls into the end bins."""
 
-SIGNED = ("tanh", "identity")
-"""Gates whose alpha may be negative."""
+SIGNED = ("tanh", "identity", "static")
+"""Gates whose alpha may be negative. A static gate (ResFormer) is one learned constant a layer."""
 N_BLOCKS = 500
 """Documents kept apart in sums by document and token; more are joined into as many blocks (document % N_BLOCKS)."""
 
@@ -59,9 +59,11 @@ class NllByDocument:
 
 
 class LensNll:
-    """NLL by document when each layer's residual stream goes straight to the final norm and head (logit lens)."""
+    """NLL by document when the stream behind each layer goes straight to the final norm and head (logit lens).
 
-    reads = ("resid_post", NLL)
+    ``stream`` is what the model would end with if that layer were its last (in most models ``resid_post``)."""
+
+    reads = ("stream", NLL)
 
     def __init__(self, n_documents: int, sites: Sites, nll_of: Callable[[Tensor, Batch], Tensor]) -> None:
         self.layers = [NllByDocument(n_documents) for _ in range(sites.n_layers)]
@@ -87,7 +89,7 @@ class LensNll:
 def closed(alpha: Tensor, kind: str) -> Tensor:
     """Which gate values count as shut, by kind of gate (see ``CLOSED_RULE``)."""
     match kind:
-        case "relu":
+        case "relu" | "static":
             return alpha == 0
         case "tanh" | "identity":
             return alpha < 0
@@ -97,6 +99,7 @@ def closed(alpha: Tensor, kind: str) -> Tensor:
 
 CLOSED_RULE = {
     "relu": "alpha exactly 0",
+    "static": "lambda_1 exactly 0",
     "tanh": "alpha below 0 (V1 is subtracted)",
     "identity": "alpha below 0 (V1 is subtracted)",
     "sigmoid": "alpha below 0.05",
@@ -265,3 +268,44 @@ class GateSample:
         for layer, values in stacked.items():
             out[layer] = values.T
         return out
+
+
+class FirstValueIntake:
+    """What a layer attends to, ``c1 V1 + c2 V``, summed by document: c1, c2, and the share of length that is V1's.
+
+    Each is a mean over KV heads; c1 is the gate and c2 the own scale, 1 in models without one. Where both parts have
+    no length, none of V1 arrives and the share is 0.
+    """
+
+    def __init__(self, n_documents: int, sites: Sites) -> None:
+        self.gated = list(sites.layers("gate"))
+        scale = ("own_scale",) if sites.layers("own_scale") else ()
+        self.reads: tuple[str, ...] = ("first_value", "value", "gate", *scale)
+        self.sums = torch.zeros(n_documents, len(self.gated), 3, dtype=torch.float64)
+        self.count = torch.zeros(n_documents, dtype=torch.float64)
+        self.waiting: dict[str, Tensor] = {}
+
+    def update(self, batch: Batch, role: str, layer: int, tensor: Tensor) -> None:
+        """Keep lengths and coefficients at the positions that are text until the layer's last has come."""
+        if layer not in self.gated:
+            return
+        chosen = tensor[batch.text].float()
+        is_values = role in ("first_value", "value")
+        self.waiting[role] = (chosen.norm(dim=-1) if is_values else chosen).double().cpu()
+        if len(self.waiting) < len(self.reads):
+            return
+        of_first, v1, v = (self.waiting[name] for name in ("gate", "first_value", "value"))
+        of_own = self.waiting.get("own_scale", torch.ones_like(of_first))
+        self.waiting.clear()
+        first, own = of_first.abs() * v1, of_own.abs() * v
+        share = first / (first + own).clamp(min=torch.finfo(torch.float64).tiny)
+        means = torch.stack([of_first, of_own, share], dim=-1).mean(dim=1)
+        docs = batch.doc[batch.text].cpu()
+        self.sums[:, self.gated.index(layer)].index_add_(0, docs, means)
+        if layer == self.gated[-1]:
+            self.count.index_add_(0, docs, torch.ones_like(docs, dtype=torch.float64))
+
+    def merge(self, other: "FirstValueIntake") -> None:
+        """Add another process's sums."""
+        self.sums += other.sums
+        self.count += other.count

@@ -6,18 +6,24 @@ from types import MappingProxyType
 
 from satlens.errors import SatlensError, UserError
 
-_HEAD, _KV = "batch pos head d_head", "batch pos kv_head d_head"
+_STREAM, _HEAD, _KV = "batch pos d_model", "batch pos head d_head", "batch pos kv_head d_head"
 
-# Role -> axes. An architecture offers a role at the layers where it has it.
+# Role -> axes. An architecture offers a role at the layers where it has it; what a residual role is where there are
+# several streams or averages is said in the architecture's file.
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         role: tuple(axes.split())
         for role, axes in {
-            "resid_pre": "batch pos d_model",
-            "resid_mid": "batch pos d_model",
-            "resid_post": "batch pos d_model",
-            "attn_out": "batch pos d_model",
-            "mlp_out": "batch pos d_model",
+            "resid_pre": _STREAM,  # what the block reads
+            "resid_mid": _STREAM,  # between attention and MLP
+            "resid_post": _STREAM,  # what the block returns
+            "stream": _STREAM,  # what the final norm would read if the model ended behind this layer
+            "streams": "batch pos stream d_model",  # HyperConnections: before the block
+            "query_stream": _STREAM,  # MUDDFormer: what queries, keys and values are made of
+            "key_stream": _STREAM,
+            "value_stream": _STREAM,
+            "attn_out": _STREAM,
+            "mlp_out": _STREAM,
             "mlp_gate_pre": "batch pos d_mlp",
             "mlp_post": "batch pos d_mlp",
             "q": _HEAD,
@@ -26,12 +32,23 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "first_value": _KV,
             "mixed_value": _KV,
             "gate_logit": "batch pos kv_head",
-            "gate": "batch pos kv_head",
+            "gate": "batch pos kv_head",  # coefficient of V1: SATFormer's alpha, ResFormer's lambda_1
+            "own_scale": "batch pos kv_head",  # ResFormer's lambda_2, the coefficient of the layer's own values
+            "average_weights": "batch pos output",  # DenseFormer: behind the block; the latest output last
+            "depth_weights": "batch pos way output",  # MUDDFormer: behind the block; q, k, v, r (last block: r)
+            # HyperConnections: what the sub-layer reads (column 0) and what streams become; where its output goes
+            "attn_connection_alpha": "batch pos stream column",
+            "attn_connection_beta": "batch pos stream",
+            "mlp_connection_alpha": "batch pos stream column",
+            "mlp_connection_beta": "batch pos stream",
             "pattern": "batch head pos key",
             "z": _HEAD,
         }.items()
     }
 )
+OF_FIRST_VALUES = ("gate", "gate_logit", "mixed_value", "first_value")
+COEFFICIENTS = ("average_weights", "depth_weights", *(role for role in AXES if "connection" in role))
+"""Roles of learned weights between layers that are not gates on first-layer values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +68,13 @@ class Sites:
     d_model: int
     """Width of the residual stream."""
     d_mlp: int
-    """Width of the MLP."""
+    """Width of the MLP (MUDDFormer: before it is handed out by depth)."""
     d_vocab: int
     """Token ids."""
     n_ctx: int
     """Longest input seen in training (rotary positions go further, the model was not trained there)."""
     gate_kind: str | None
-    """Nonlinearity of the gate; None for a model without gates."""
+    """Nonlinearity of the gate on first-layer values, ``static`` for a learned constant; None without gates."""
     names: Mapping[str, Mapping[int, str]]
     """Role -> layer -> hook name, only for the layers that have the role."""
 
@@ -96,6 +113,12 @@ class Sites:
         """Roles that at least one layer has."""
         return tuple(role for role in AXES if self.names.get(role))
 
+    def why_no_gate(self, name: str) -> str:
+        """What to say of the model ``name`` to somebody who asked for its gates, in one line."""
+        own = [role for role in COEFFICIENTS if self.names.get(role)]
+        words = f"; its own coefficients are the sites {', '.join(own)}" if own else ""
+        return f"{name} is a {self.architecture}: it has no gate on first-layer values{words}"
+
     def check(self, hook_names: Iterable[str]) -> None:
         """Require every name to exist in a bridge: a misspelt hook would silently never fire.
 
@@ -113,10 +136,12 @@ class Sites:
         return self.names.get(role, {})
 
     def _why_absent(self, role: str, layer: int) -> str:
-        if role not in ("gate", "gate_logit", "mixed_value", "first_value"):
-            return f"layer {layer} has no {role}"
-        if self.gate_kind is None:
+        if self.gate_kind is None and role in OF_FIRST_VALUES:
             return f"this {self.architecture} does not mix first-layer values, so it has no {role}"
+        if not self.names.get(role):
+            return f"this {self.architecture} has no {role}"
+        if role not in OF_FIRST_VALUES:
+            return f"layer {layer} has no {role}"
         if layer == 0:
             return f"layer 0 produces V1 and has no {role}"
         return f"layer {layer} does not mix first-layer values and has no {role}"

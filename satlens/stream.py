@@ -1,7 +1,7 @@
 """The only loop that runs a model for measurement: one pass over the text, several conditions at once.
 
-A condition's pass starts at its first edited layer, from the residual stream and V1 that the clean pass had there;
-everything before it is unchanged by construction and is never run again.
+A condition's pass starts at its first edited layer, from the residual stream and the memory (V1, say) that the clean
+pass had there; everything before it is unchanged by construction and is never run again.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from satlens.accumulators import NLL, Accumulator
-from satlens.architectures.steps import State, begin, normed, step
+from satlens.architectures.steps import State, begin, end, normed, step
 from satlens.errors import SatlensError
 from satlens.interventions import Edit
 from satlens.metrics import chunked_nll, onednn_linears
@@ -111,7 +111,7 @@ def _clean_pass(
             state = step(bridge, layer, state)
     if not any(NLL in a.reads for c in (*clean, *edited) for a in c.accumulators):
         return states, None
-    nll = nll_of(bridge, state.residual, batch)
+    nll = nll_of(bridge, end(bridge, state), batch)
     _feed_nll(clean, batch, nll)
     return states, nll
 
@@ -140,7 +140,7 @@ def _edited_pass(
                 break
     if any(NLL in a.reads for a in condition.accumulators):
         if nll is None:
-            nll = nll_of(bridge, state.residual, batch)
+            nll = nll_of(bridge, end(bridge, state), batch)
         if clean is not None and nll is not clean:
             condition.moved |= not torch.equal(nll, clean)
         _feed_nll([condition], batch, nll)

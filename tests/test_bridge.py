@@ -13,24 +13,43 @@ from satlens import load_bridge
 from satlens.architectures import families, steps, wrap
 from satlens.errors import SatlensError, UserError
 from satlens.hf import MODELS
+from tests.rivals import VARIANTS, tiny
 
 Make = Callable[..., Any]
-VARIANTS: dict[str, dict[str, Any]] = {
-    "transformer": {"model_type": "transformer"},
-    "transformer_mha": {"model_type": "transformer", "num_kv_heads": None, "qk_norm": False},
-    "relu": {"qkv_bias": True},
-    "tanh_last2": {"value_residual_gate": "tanh", "value_residual_last_k": 2, "tie_word_embeddings": False},
-    "softmax": {"value_residual_gate": "softmax", "value_residual_proj_bias": True, "window_size": 4},
-    "identity_mha": {"value_residual_gate": "identity", "num_kv_heads": None, "qk_norm": False},
-}
 variants = pytest.mark.parametrize("variant", VARIANTS)
+model_types = pytest.mark.parametrize("model_type", MODELS)
+with_memory = pytest.mark.parametrize("model_type", ["SATFormer", "ResFormer", "denseformer", "muddformer"])
+value_residual = pytest.mark.parametrize("model_type", ["SATFormer", "ResFormer"])
 
 
 def _run(bridge: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     state = steps.begin(bridge, ids, mask)
     for layer in range(len(bridge.blocks)):
         state = steps.step(bridge, layer, state)
-    return steps.unembed(bridge, steps.normed(bridge, state.residual))
+    return _logits(bridge, state)
+
+
+def _logits(bridge: Any, state: Any) -> Tensor:
+    return steps.unembed(bridge, steps.normed(bridge, steps.end(bridge, state)))
+
+
+def _times(factor: float, memory: Any) -> Any:
+    """A memory with every tensor in it scaled."""
+    if memory is None or isinstance(memory, Tensor):
+        return None if memory is None else factor * memory
+    return tuple(_times(factor, part) for part in memory)
+
+
+def _leaves(memory: Any) -> list[Tensor]:
+    if isinstance(memory, tuple):
+        return [leaf for part in memory for leaf in _leaves(part)]
+    return [] if memory is None else [memory]
+
+
+@pytest.fixture
+def make_model() -> Make:
+    """Models whose coefficients are far from their start."""
+    return tiny
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +79,11 @@ def test_every_site_is_live_fires_once_and_leaves_no_trace(
     make_model: Make, ids: Tensor, variant: str
 ) -> None:
     bridge, sites = load_bridge(make_model(**VARIANTS[variant]))
-    plain, sizes = bridge(ids), _sizes(sites, ids)
+    plain = bridge(ids)
     for role in sites.roles():
-        expected = tuple(sizes[axis] for axis in sites.axes(role))
         for layer in sites.layers(role):
+            sizes = _sizes(sites, ids, bridge.original_model.config, role, layer)
+            expected = tuple(sizes[axis] for axis in sites.axes(role))
             shapes: list[tuple[int, ...]] = []
 
             def skew(x: Tensor, hook: Any, shapes: list[tuple[int, ...]] = shapes) -> Tensor:
@@ -77,20 +97,23 @@ def test_every_site_is_live_fires_once_and_leaves_no_trace(
             assert torch.equal(bridge(ids), plain), (role, layer)
 
 
-def _sizes(sites: Any, ids: Tensor) -> dict[str, int]:
-    fields = {
-        "head": "n_heads",
-        "kv_head": "n_kv_heads",
-        "d_head": "d_head",
-        "d_model": "d_model",
-        "d_mlp": "d_mlp",
-    }
-    batch, pos = ids.shape
+def _sizes(sites: Any, ids: Tensor, config: Any, role: str, layer: int) -> dict[str, int]:
+    n_streams, dilation = getattr(config, "expansion_rate", 0), getattr(config, "dwa_dilation", 1)
     return {
-        "batch": batch,
-        "pos": pos,
-        "key": pos,
-        **{axis: getattr(sites, name) for axis, name in fields.items()},
+        "batch": ids.shape[0],
+        "pos": ids.shape[1],
+        "key": ids.shape[1],
+        "head": sites.n_heads,
+        "kv_head": sites.n_kv_heads,
+        "d_head": sites.d_head,
+        "d_model": sites.d_model,
+        "d_mlp": config.mlp_width_of(layer),
+        "stream": n_streams,
+        "column": n_streams + 1,
+        "way": 1 if layer == sites.n_layers - 1 else 4,
+        "output": layer + 2
+        if role == "depth_weights"
+        else len(range((layer + 1) % dilation, layer + 2, dilation)),
     }
 
 
@@ -129,10 +152,11 @@ def test_zeroing_the_gate_hook_equals_zeroing_the_gate_weights(make_model: Make,
         assert torch.equal(bridge(ids), closed(ids).logits)
 
 
+@value_residual
 def test_editing_written_v1_equals_editing_all_its_reads_and_spares_layer_0(
-    make_model: Make, ids: Tensor
+    make_model: Make, ids: Tensor, model_type: str
 ) -> None:
-    bridge, sites = load_bridge(make_model())
+    bridge, sites = load_bridge(make_model(model_type))
 
     def double(x: Tensor, hook: Any) -> Tensor:
         return 2 * x
@@ -205,7 +229,9 @@ def test_folding_the_norms_keeps_the_predictions(make_model: Make, ids: Tensor, 
     bridge, _ = load_bridge(make_model(**VARIANTS[variant]))
     before = bridge(ids).log_softmax(-1)
     bridge.enable_compatibility_mode(fold_value_biases=False, disable_warnings=True)
-    assert torch.equal(bridge.blocks[2].ln1.weight, torch.ones(24))
+    norms = ("ln1_q", "ln1_k", "ln1_v") if "mudd" in variant else ("ln1",)
+    for norm in norms:
+        assert torch.equal(getattr(bridge.blocks[2], norm).weight, torch.ones(24))
     torch.testing.assert_close(bridge(ids).log_softmax(-1), before, atol=2e-5, rtol=1e-4)
 
 
@@ -219,11 +245,12 @@ def test_folding_the_norms_folds_the_gate_projection(make_model: Make, ids: Tens
         torch.testing.assert_close(after[name], before[name], atol=2e-5, rtol=1e-4)
 
 
+@value_residual
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_folding_value_biases_is_refused_where_it_is_wrong_and_harms_nothing(
-    make_model: Make, ids: Tensor, kv_heads: int
+    make_model: Make, ids: Tensor, model_type: str, kv_heads: int
 ) -> None:
-    bridge, _ = load_bridge(make_model(qkv_bias=True, num_kv_heads=kv_heads))
+    bridge, _ = load_bridge(make_model(model_type, qkv_bias=True, num_kv_heads=kv_heads))
     before = bridge(ids)
     with pytest.raises(UserError, match="pass fold_value_biases=False"):
         bridge.process_weights(fold_value_biases=True)
@@ -251,8 +278,9 @@ def test_running_block_by_block_is_bit_equal(
     assert torch.equal(_run(bridge, ids, mask), expected)
 
 
-def test_hooks_fire_block_by_block_too(make_model: Make, ids: Tensor) -> None:
-    bridge, sites = load_bridge(make_model())
+@variants
+def test_hooks_fire_block_by_block_too(make_model: Make, ids: Tensor, variant: str) -> None:
+    bridge, sites = load_bridge(make_model(**VARIANTS[variant]))
     fired: list[str] = []
     names = [sites.name(role, layer) for role in sites.roles() for layer in sites.layers(role)]
     hooks = [(name, lambda x, hook, name=name: fired.append(name)) for name in names]
@@ -261,42 +289,63 @@ def test_hooks_fire_block_by_block_too(make_model: Make, ids: Tensor) -> None:
     assert sorted(fired) == sorted(names)
 
 
-def test_a_restart_from_the_middle_is_bit_equal_and_needs_v1(make_model: Make, ids: Tensor) -> None:
-    bridge, _ = load_bridge(make_model())
+@model_types
+def test_a_restart_from_the_middle_is_bit_equal(make_model: Make, ids: Tensor, model_type: str) -> None:
+    bridge, _ = load_bridge(make_model(model_type))
     state = steps.begin(bridge, ids)
-    for layer in range(2):
+    for layer in range(4):
+        begun = state
+        for rest in range(layer, 4):
+            begun = steps.step(bridge, rest, begun)
+        assert torch.equal(_logits(bridge, begun), bridge(ids)), layer
         state = steps.step(bridge, layer, state)
-    saved = state
-    for wrong in (saved, replace(saved, v1=0 * saved.v1)):
-        state = wrong
-        for layer in (2, 3):
-            state = steps.step(bridge, layer, state)
-        logits = steps.unembed(bridge, steps.normed(bridge, state.residual))
-        assert torch.equal(logits, bridge(ids)) == (wrong is saved)
+
+
+@with_memory
+def test_a_restart_needs_what_earlier_layers_left(make_model: Make, ids: Tensor, model_type: str) -> None:
+    bridge, _ = load_bridge(make_model(model_type))
+    saved = steps.step(bridge, 1, steps.step(bridge, 0, steps.begin(bridge, ids)))
+    state = replace(saved, memory=_times(0.5, saved.memory))
+    for layer in (2, 3):
+        state = steps.step(bridge, layer, state)
+    assert not torch.allclose(_logits(bridge, state), bridge(ids), atol=1e-4)
+
+
+@value_residual
+def test_a_restart_without_v1_is_refused(make_model: Make, ids: Tensor, model_type: str) -> None:
+    bridge, _ = load_bridge(make_model(model_type))
+    state = steps.step(bridge, 0, steps.begin(bridge, ids))
     with pytest.raises(ValueError, match="mixes first-layer values but got none"):
-        steps.step(bridge, 2, replace(saved, v1=None))
+        steps.step(bridge, 1, replace(state, memory=None))
 
 
+@model_types
 @pytest.mark.parametrize("padded", [False, True])
-def test_joined_states_run_as_they_do_alone(make_model: Make, ids: Tensor, padded: bool) -> None:
-    bridge, _ = load_bridge(make_model())
+def test_joined_states_run_as_they_do_alone(
+    make_model: Make, ids: Tensor, model_type: str, padded: bool
+) -> None:
+    bridge, _ = load_bridge(make_model(model_type))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     first = steps.step(bridge, 0, steps.begin(bridge, ids, mask if padded else None))
-    second = replace(first, residual=first.residual * 1.5)
+    second = replace(first, residual=first.residual * 1.5, memory=_times(0.7, first.memory))
     joined = steps.step(bridge, 1, steps.cat([first, second]))
     for index, alone in enumerate((first, second)):
         part, expected = steps.rows(joined, 2 * index, 2 * index + 2), steps.step(bridge, 1, alone)
-        torch.testing.assert_close(part.residual, expected.residual, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(part.v1, expected.v1, atol=0, rtol=0)
-        again = steps.step(bridge, 2, part)
-        torch.testing.assert_close(
-            again.residual, steps.step(bridge, 2, expected).residual, atol=1e-5, rtol=1e-5
+        mine, theirs = (
+            [state.residual, *_leaves(state.memory), steps.step(bridge, 2, state).residual]
+            for state in (part, expected)
         )
+        assert len(mine) == len(theirs) and all(len(tensor) == 2 for tensor in mine)
+        for tensor, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(tensor, other, atol=1e-5, rtol=1e-5)
 
 
-def test_states_of_rows_with_different_padding_can_be_joined(make_model: Make, ids: Tensor) -> None:
-    bridge, _ = load_bridge(make_model())
+@model_types
+def test_states_of_rows_with_different_padding_can_be_joined(
+    make_model: Make, ids: Tensor, model_type: str
+) -> None:
+    bridge, _ = load_bridge(make_model(model_type))
     masks = torch.ones_like(ids)
     masks[0, :3] = 0
     masks[1, :5] = 0
@@ -304,32 +353,39 @@ def test_states_of_rows_with_different_padding_can_be_joined(make_model: Make, i
     whole, joined = steps.begin(bridge, ids, masks), steps.cat(parts)
     for layer in range(4):
         whole, joined = steps.step(bridge, layer, whole), steps.step(bridge, layer, joined)
-    assert torch.equal(whole.residual, joined.residual)
+    assert torch.equal(steps.end(bridge, whole), steps.end(bridge, joined))
 
 
-def test_states_at_different_stages_are_not_joined(make_model: Make, ids: Tensor) -> None:
-    bridge, _ = load_bridge(make_model())
+@with_memory
+def test_states_at_different_stages_are_not_joined(make_model: Make, ids: Tensor, model_type: str) -> None:
+    bridge, _ = load_bridge(make_model(model_type))
     start = steps.begin(bridge, ids)
-    with pytest.raises(SatlensError, match="all or none need V1"):
+    with pytest.raises(SatlensError, match="all must stand before the same layer"):
         steps.cat([start, steps.step(bridge, 0, start)])
 
 
-def test_stopping_at_a_layer_returns_its_input(make_model: Make, ids: Tensor) -> None:
-    bridge, sites = load_bridge(make_model())
-    _, cache = bridge.run_with_cache(ids, names_filter=[sites.name("resid_pre", 2)])
-    assert torch.equal(bridge(ids, stop_at_layer=2), cache[sites.name("resid_pre", 2)])
+@model_types
+def test_stopping_at_a_layer_returns_its_input(make_model: Make, ids: Tensor, model_type: str) -> None:
+    bridge, sites = load_bridge(make_model(model_type))
+    name = sites.name("streams" if model_type == "dhc" else "resid_pre", 2)
+    _, cache = bridge.run_with_cache(ids, names_filter=[name])
+    assert torch.equal(bridge(ids, stop_at_layer=2), cache[name])
 
 
-def test_the_wrapped_model_still_generates_with_its_cache(make_model: Make, ids: Tensor) -> None:
-    model = make_model(eos_token_id=None)
+@model_types
+def test_the_wrapped_model_still_generates_with_its_cache(
+    make_model: Make, ids: Tensor, model_type: str
+) -> None:
+    model = make_model(model_type, eos_token_id=None)
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     before = model.generate(ids, **options)
     load_bridge(model)
     assert torch.equal(model.generate(ids, **options), before)
 
 
-def test_bfloat16_bridges_are_bit_equal_too(make_model: Make, ids: Tensor) -> None:
-    model = make_model().to(torch.bfloat16)
+@model_types
+def test_bfloat16_bridges_are_bit_equal_too(make_model: Make, ids: Tensor, model_type: str) -> None:
+    model = make_model(model_type).to(torch.bfloat16)
     plain = model(ids).logits
     bridge, _ = load_bridge(model)
     assert torch.equal(bridge(ids), plain) and plain.dtype == torch.bfloat16

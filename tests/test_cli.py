@@ -42,7 +42,7 @@ def test_an_unknown_verb_suggests_the_nearest(capsys):
     [
         (("gates", "nowhere"), "no folder nowhere"),
         (("gates", "reference-satformer", "--text", "missing.jsonl"), "no text at missing.jsonl"),
-        (("gates", "reference-transformer", "--tokens", "100"), "has no gates to measure"),
+        (("gates", "reference-transformer", "--tokens", "100"), "it has no gate on first-layer values"),
         (("ablate", "--layers", "0", "--tokens", "9000"), "layer 0 produces V1"),
         (("gates", "--batch-size", "0"), "batch size must be at least 1"),
         (("report", "nowhere"), "not finished or not a run"),

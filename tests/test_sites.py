@@ -11,27 +11,72 @@ from satlens.sites import AXES
 
 Make = Callable[..., Any]
 VOCABULARY = {"batch", "pos", "key", "head", "kv_head", "d_model", "d_head", "d_mlp"}
+RIVALS = {"stream", "column", "way", "output"}
+OF_VALUES = {"gate", "gate_logit", "mixed_value", "first_value"}
+OWN = {
+    "transformer": set(),
+    "SATFormer": OF_VALUES,
+    "ResFormer": OF_VALUES - {"gate_logit"} | {"own_scale"},
+    "denseformer": {"average_weights"},
+    "muddformer": {"query_stream", "key_stream", "value_stream", "depth_weights"},
+    "dhc": {"streams"}
+    | {f"{part}_connection_{weight}" for part in ("attn", "mlp") for weight in ("alpha", "beta")},
+}
+"""Roles of an architecture beyond those of a Transformer."""
 
 
 def test_axes_use_the_house_vocabulary() -> None:
-    assert {axis for axes in AXES.values() for axis in axes} <= VOCABULARY
+    assert {axis for axes in AXES.values() for axis in axes} <= VOCABULARY | RIVALS
 
 
-def test_a_satformer_offers_every_role(make_model: Make) -> None:
-    _, sites = load_bridge(make_model())
-    assert set(sites.roles()) == set(AXES)
+@pytest.mark.parametrize("model_type", OWN)
+def test_an_architecture_offers_a_transformers_roles_and_its_own(make_model: Make, model_type: str) -> None:
+    shared = set(AXES) - set().union(*OWN.values())
+    _, sites = load_bridge(make_model(model_type))
+    assert set(sites.roles()) == shared | OWN[model_type]
+    for role in shared - {"pattern"}:
+        assert sites.layers(role) == (0, 1, 2, 3), role
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("SATFormer", "relu"), ("ResFormer", "static")])
+def test_first_values_are_written_by_layer_0_and_read_by_the_others(
+    make_model: Make, model_type: str, kind: str
+) -> None:
+    _, sites = load_bridge(make_model(model_type))
     assert sites.layers("gate") == sites.layers("mixed_value") == (1, 2, 3)
     assert sites.layers("first_value") == sites.layers("resid_post") == (0, 1, 2, 3)
-    assert (sites.gate_kind, sites.n_layers, sites.n_heads, sites.n_kv_heads) == ("relu", 4, 4, 2)
+    assert (sites.gate_kind, sites.n_layers, sites.n_heads, sites.n_kv_heads) == (kind, 4, 4, 2)
     assert (sites.d_model, sites.d_head, sites.d_mlp, sites.d_vocab, sites.n_ctx) == (24, 6, 40, 53, 64)
 
 
-def test_a_transformer_has_no_value_residual_roles(make_model: Make) -> None:
-    _, sites = load_bridge(make_model("transformer"))
-    assert set(AXES) - set(sites.roles()) == {"gate", "gate_logit", "mixed_value", "first_value"}
+@pytest.mark.parametrize("model_type", ["transformer", "denseformer", "muddformer", "dhc"])
+def test_models_without_first_values_say_so_and_name_their_own_coefficients(
+    make_model: Make, model_type: str
+) -> None:
+    _, sites = load_bridge(make_model(model_type))
     assert sites.layers("gate") == () and sites.gate_kind is None
-    with pytest.raises(UserError, match="transformer does not mix first-layer values, so it has no gate"):
+    with pytest.raises(UserError, match=f"{model_type} does not mix first-layer values, so it has no gate"):
         sites.name("gate", 1)
+    words = sites.why_no_gate("mine")
+    assert words.startswith(f"mine is a {model_type}: it has no gate on first-layer values")
+    named = [role for role in OWN[model_type] if "weights" in role or "connection" in role]
+    assert all(role in words for role in named) and (named or words.endswith("values"))
+
+
+def test_averages_stand_only_where_their_period_puts_them(make_model: Make) -> None:
+    _, sites = load_bridge(make_model("denseformer", dwa_period=2))
+    assert sites.layers("average_weights") == (1, 3) and sites.layers("stream") == (0, 1, 2, 3)
+    assert sites.name("stream", 2) == sites.name("resid_post", 2) != sites.name("stream", 1)
+    with pytest.raises(UserError, match="layer 2 has no average_weights; layers with average_weights: 1, 3"):
+        sites.name("average_weights", 2)
+
+
+def test_another_architectures_role_is_refused(make_model: Make) -> None:
+    _, sites = load_bridge(make_model())
+    with pytest.raises(
+        UserError, match="this SATFormer has no depth_weights; layers with depth_weights: none"
+    ):
+        sites.name("depth_weights", 1)
 
 
 def test_layer_0_is_said_to_produce_v1(make_model: Make) -> None:

@@ -229,7 +229,7 @@ def test_an_edit_that_never_fires_fails_the_run(world):
     condition = nll_condition(world, "dead", (dead,))
     module = world.bridge.blocks[2].attn.original_component
     kept = module.mix_values
-    module.mix_values = lambda v, h, v1: (v, v1)  # a model that no longer runs its gate
+    module.mix_values = lambda v, h, v1, coefficient: (v, v1)  # a model that no longer runs its gate
     try:
         with pytest.raises(SatlensError, match="dead: the edit of gate in layer 2 fired 0 times"):
             stream(world.bridge, world.sites, rows(world), [nll_condition(world), condition])

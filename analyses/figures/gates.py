@@ -43,14 +43,17 @@ def fig3_heatmap(tables: Tables, info: Info) -> go.Figure:
 def fig8_profile(tables: Tables, info: Info) -> go.Figure:
     """Mean alpha, fraction of exact zeros and CV across heads, by layer (paper Figure 8).
 
-    Only a ReLU gate can be exactly 0, so for the other gates the middle panel is left out.
+    Only a ReLU gate can be exactly 0, so for the other gates the middle panel is left out; heads of a static gate
+    (ResFormer's lambda_1) are all alike, so it has the first panel only.
     """
     table = _gated(tables["gate_profile"]).sort_values("layer")
     n_layers = int(table["layer"].max()) + 1
-    panels = [("mean alpha", "mean", "low", "high")]
+    static = info.get("gate") == "static"
+    panels = [("" if static else "mean alpha", "mean", "low", "high")]
     if _has_zeros(info, table):
         panels.append(("fraction of gates exactly 0", "zero_fraction", "zero_low", "zero_high"))
-    panels.append(("CV across KV heads", "cv", "cv_low", "cv_high"))
+    if not static:
+        panels.append(("CV across KV heads", "cv", "cv_low", "cv_high"))
     fig = make_subplots(
         cols=len(panels), horizontal_spacing=0.09, subplot_titles=[panel[0] for panel in panels]
     )
@@ -62,7 +65,7 @@ def fig8_profile(tables: Tables, info: Info) -> go.Figure:
         )  # fmt: skip
         theme.layer_axis(fig, n_layers, most=12, **place)
     fig.update_yaxes(rangemode="tozero")
-    fig.update_yaxes(title_text="alpha (unitless)", row=1, col=1)
+    fig.update_yaxes(title_text="lambda_1 (unitless)" if static else "alpha (unitless)", row=1, col=1)
     if len(panels) == 3:
         fig.update_yaxes(
             title_text="share of (position, head) pairs",
@@ -72,9 +75,20 @@ def fig8_profile(tables: Tables, info: Info) -> go.Figure:
             row=1,
             col=2,
         )
-    fig.update_yaxes(title_text="std / mean of head means", row=1, col=len(panels))
+    if not static:
+        fig.update_yaxes(title_text="std / mean of head means", row=1, col=len(panels))
     fig.update_annotations(font_size=13)
     theme.grey_layer_zero(fig, label="")
+    if static:
+        return theme.style(
+            fig,
+            "Learned coefficient of V1 by layer",
+            _subtitle(info, table),
+            "The gate is lambda_1, one learned constant a layer, the same for every token and head: how much of layer "
+            "0's values V1 a layer adds. Layer 0, shaded, produces V1 and has no gate.",
+            width=660,
+            height=430,
+        )
     zeros = "The middle panel is the share of (position, head) pairs whose gate is exactly 0. "
     return theme.style(
         fig,

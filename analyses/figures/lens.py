@@ -22,7 +22,7 @@ def fig5_lens(tables: Tables, info: Info) -> go.Figure:
     for index, name in enumerate(names):
         rows = table[table["model"] == name].sort_values("layer")
         theme.series(fig, rows["layer"], rows["perplexity"], rows["low"], rows["high"], name, index)
-    theme.layer_axis(fig, n_layers, "layer whose output is read (resid_post)")
+    theme.layer_axis(fig, n_layers, "layer behind which the stream is read")
     ends = [*theme.floats(table["perplexity"]), *theme.floats(table["low"]), *theme.floats(table["high"])]
     theme.log_axis(fig, ends, "perplexity (log scale)")
     theme.grey_layer_zero(fig, label="")
@@ -50,7 +50,7 @@ def difference(tables: Tables, info: Info) -> go.Figure:
         unit=" nats", showlegend=False,
     )  # fmt: skip
     theme.zero_line(fig)
-    theme.layer_axis(fig, n_layers, "layer whose output is read (resid_post)")
+    theme.layer_axis(fig, n_layers, "layer behind which the stream is read")
     fig.update_yaxes(title_text=f"NLL, {model} minus {baseline}<br>(nats per token)")
     theme.grey_layer_zero(fig, label="")
     delta = theme.floats(table["delta_nll"])

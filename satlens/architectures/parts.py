@@ -96,17 +96,21 @@ class Block(BlockBridge):
         """Nothing to capture: the forks these hooks serve are not offered."""
 
     def forward(
-        self, hidden_states: Tensor, v1: Tensor | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        v1: Tensor | None = None,
+        coefficient: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         self._check_stop_at_layer(hidden_states)
         x = self.hook_in(hidden_states)
-        attn_out, weights, v1 = self.attn(self.ln1(x), v1=v1, **kwargs)
+        attn_out, weights, v1 = self.attn(self.ln1(x), v1=v1, coefficient=coefficient, **kwargs)
         x = self.hook_resid_mid(x + attn_out)
         return self.hook_out(x + self.mlp(self.ln2(x))), v1, weights
 
 
 class DecoderAdapter(ArchitectureAdapter):
-    """Component names and weight layouts of the family; an architecture adds its own attention parts."""
+    """Component names and weight layouts of the family; an architecture adds its own parts or its own block."""
 
     supports_hf_output_attentions = False  # hooks on the pattern ask for it; nothing else should leave SDPA
     supports_kv_cache = False  # cached generation runs on the plain model
@@ -129,18 +133,21 @@ class DecoderAdapter(ArchitectureAdapter):
         }
         self.component_mapping = {
             "embed": EmbeddingBridge(name="model.embeddings"),
-            "blocks": Block(
-                name="model.layers",
-                submodules={
+            "blocks": self.block(
+                {
                     "ln1": Norm(name="attn_norm", config=cfg),
                     "attn": Attention("attn", cfg, self.attention_parts()),
                     "ln2": Norm(name="mlp_norm", config=cfg),
                     "mlp": _mlp(cfg),
-                },
+                }
             ),
             "ln_final": Norm(name="model.norm", config=cfg),
             "unembed": Unembed(name="lm_head", config=cfg),
         }
+
+    def block(self, parts: dict[str, Any]) -> Block:
+        """The template of all blocks, made of the shared parts."""
+        return Block("model.layers", parts)
 
     def extra_conversions(self) -> dict[str, Any]:
         """Weight layouts beyond the shared ones, by parameter name."""
@@ -184,6 +191,7 @@ def decoder_names(config: SharedConfig) -> dict[str, dict[int, str]]:
         "resid_pre": "hook_in",
         "resid_mid": "hook_resid_mid",
         "resid_post": "hook_out",
+        "stream": "hook_out",
         "attn_out": "attn.hook_out",
         "mlp_out": "mlp.hook_out",
         "mlp_gate_pre": "mlp.in.hook_out" if config.mlp == "gelu" else "mlp.gate.hook_out",

@@ -1,6 +1,6 @@
 """A bridge run one block at a time, so that a pass can start again at an edited layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from satlens.hf.decoder import mask_for, positions_for
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """All that the next block depends on: not the residual stream alone, since later layers also read V1."""
+    """All that the next block depends on: not the residual stream alone, since later layers also read its memory."""
 
-    residual: Float[Tensor, "batch pos d_model"]
-    """Input of the next block."""
-    v1: Float[Tensor, "batch pos kv_head d_head"] | None
-    """First-layer values as layer 0 wrote them; None before layer 0 and in models without them."""
+    residual: Float[Tensor, "batch pos *stream d_model"]
+    """Input of the next block (MUDDFormer: its latest output; HyperConnections: all streams)."""
+    memory: Any
+    """What blocks read beside it, as the model's ``advance`` hands it on: None, first-layer values, or nested tuples of
+    tensors ``[batch pos ...]`` (DenseFormer's outputs, MUDDFormer's streams and outputs)."""
     position_embeddings: tuple[Float[Tensor, "rows pos d_head"], Float[Tensor, "rows pos d_head"]]
     """Rotary cosine and sine; rows is batch, or 1 when all rows have the same positions."""
     attention_mask: Bool[Tensor, "rows 1 pos key"] | None
@@ -31,24 +32,33 @@ def begin(
 ) -> State:
     """The state before block 0 (the embedding's hooks fire). ``attention_mask``: 1 real tokens, 0 padding."""
     decoder = bridge.original_model.model
-    residual = decoder.embeddings(input_ids)
+    embedded = decoder.embeddings(input_ids)
+    residual, memory = decoder.begin(embedded)
     return State(
         residual=residual,
-        v1=None,
-        position_embeddings=decoder.rotary(positions_for(None, attention_mask, residual, 0)),
-        attention_mask=mask_for(decoder.config, attention_mask, residual, 0),
+        memory=memory,
+        position_embeddings=decoder.rotary(positions_for(None, attention_mask, embedded, 0)),
+        attention_mask=mask_for(decoder.config, attention_mask, embedded, 0),
     )
 
 
 def step(bridge: Any, layer: int, state: State) -> State:
     """The state after block ``layer``, run through the bridge so that all the block's hooks fire."""
-    residual, v1, _ = bridge.blocks[layer](
+    residual, memory, _ = bridge.original_model.model.advance(
+        layer,
+        bridge.blocks[layer],
         state.residual,
-        state.v1,
+        state.memory,
         position_embeddings=state.position_embeddings,
         attention_mask=state.attention_mask,
     )
-    return replace(state, residual=residual, v1=v1)
+    return replace(state, residual=residual, memory=memory)
+
+
+def end(bridge: Any, state: State) -> Float[Tensor, "batch pos d_model"]:
+    """What the final norm reads when ``state`` is that behind the last block."""
+    out: Tensor = bridge.original_model.model.end(state.residual, state.memory)
+    return out
 
 
 def normed(bridge: Any, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
@@ -67,16 +77,18 @@ def cat(states: Sequence[State]) -> State:
     """Several states as one batch, in order: conditions that are at the same layer run together.
 
     Raises:
-        SatlensError: states at different stages (with and without V1) or with masks of different kinds.
+        SatlensError: states at different stages (their memories differ in form) or with masks of different kinds.
     """
     first = states[0]
-    if len({(state.v1 is None, state.attention_mask is None) for state in states}) > 1:
-        raise SatlensError("cannot join states of different kinds: all or none need V1, all or none a mask")
+    if len({(_form(state.memory), state.attention_mask is None) for state in states}) > 1:
+        raise SatlensError(
+            "cannot join states of different kinds: all must stand before the same layer, all or none with a mask"
+        )
     sizes = [len(state.residual) for state in states]
     cos, sin = ([state.position_embeddings[i] for state in states] for i in range(2))
     return State(
         residual=torch.cat([state.residual for state in states]),
-        v1=None if first.v1 is None else torch.cat([s.v1 for s in states if s.v1 is not None]),
+        memory=_mapped(torch.cat, [state.memory for state in states]),
         position_embeddings=(_cat_rows(cos, sizes), _cat_rows(sin, sizes)),
         attention_mask=None
         if first.attention_mask is None
@@ -92,10 +104,24 @@ def rows(state: State, start: int, stop: int) -> State:
 
     return State(
         residual=state.residual[start:stop],
-        v1=None if state.v1 is None else state.v1[start:stop],
+        memory=_mapped(lambda parts: parts[0][start:stop], [state.memory]),
         position_embeddings=(take(state.position_embeddings[0]), take(state.position_embeddings[1])),
         attention_mask=None if state.attention_mask is None else take(state.attention_mask),
     )
+
+
+def _mapped(function: Callable[[list[Tensor]], Tensor], memories: list[Any]) -> Any:
+    """``function`` of the tensors that stand at the same place of several memories of one form."""
+    if memories[0] is None:
+        return None
+    if isinstance(memories[0], Tensor):
+        return function(memories)
+    return tuple(_mapped(function, list(parts)) for parts in zip(*memories, strict=True))
+
+
+def _form(memory: Any) -> Any:
+    """What a memory is made of: None, a tensor, or nested tuples of these."""
+    return tuple(_form(part) for part in memory) if isinstance(memory, tuple) else type(memory)
 
 
 def _cat_rows(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

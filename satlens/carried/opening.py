@@ -51,6 +51,10 @@ def open_reader(model: str, reading: Reading, tokenizer_folder: Path | None = No
     return reader
 
 
+SUMMING = ("transformer", "SATFormer", "ResFormer")
+"""Our own models with one residual stream that every block adds to."""
+
+
 def read_model(
     model: Any,
     tokenizer: Any,
@@ -65,9 +69,15 @@ def read_model(
         UserError: transformer-lens has no adapter for it, or it has no MLP gate linear.
     """
     model.eval()
+    own = _is_own(model)
+    if own and model.config.model_type not in SUMMING:
+        raise UserError(
+            f"{name} is a {model.config.model_type}: its blocks read averages or several streams, not one stream that "
+            f"is the sum of all writes, so no direction is carried in this sense (our own models that do: "
+            f"{', '.join(SUMMING)})"
+        )
     found = _components(model)
     n_layers = len(found["blocks"])
-    own = _is_own(model)
     reads = tuple(mlp_read(model, found, layer, name) for layer in range(n_layers))
     own_gates = value_reads(model, found["blocks"]) if own else ()
     head, plain = head_of(model)

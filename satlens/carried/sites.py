@@ -42,7 +42,8 @@ def value_reads(model: Any, blocks: list[Any]) -> tuple[GateRead, ...]:
     reads = []
     for layer, block in enumerate(blocks):
         mixing = getattr(block.attn, "value_residual_mixing", None)
-        if mixing is None or model.config.attention_disabled:
+        # ResFormer mixes by a number of its own, which reads nothing
+        if mixing is None or not hasattr(mixing, "alpha_proj") or model.config.attention_disabled:
             continue
         reads.append(
             GateRead(

@@ -19,6 +19,8 @@ OTHER_VERBS = {
     "sae train": "sae.train_command",
     "sae label": "sae.label_command",
     "judge calibrate": "sae.calibrate_command",
+    "bench train": "satlens.efficiency.train_command",
+    "bench forward": "satlens.efficiency.forward_command",
     "data": "satlens.training.data_command",
     "train": "satlens.training.train_command",
     "report": "satlens.report.command",

@@ -16,7 +16,7 @@ LEVELS = [
     {"report"},
     {"architectures", "checkpoint", "checkpoint_folder", "v1"},
     {"interventions", "accumulators", "gate_sums", "stream", "training", "reading"},
-    {"carried"},
+    {"carried", "efficiency", "evaluation"},
     {"sae"},
     {"analyses"},
     {"cli"},

@@ -1,9 +1,13 @@
 """The fixed parts of a report: style sheet, skeleton, the question behind each verb and the glossary."""
 
 ORDER = (
+    "compare",
+    "bench-train",
+    "bench-forward",
     "gates",
     "ablate",
     "lens",
+    "access",
     "sae",
     "judge",
     "sae-label",
@@ -13,6 +17,8 @@ ORDER = (
     "reference-causal",
     "reference-development",
     "reference-scan",
+    "eval",
+    "retrieval",
     "doctor",
 )
 """Sections in reading order; other verbs follow by name."""
@@ -21,6 +27,7 @@ QUESTIONS = {
     "gates": "Where, how strongly and how selectively do the gates let V1 in?",
     "ablate": "What does the model lose when a gate is replaced?",
     "lens": "From which depth is the next token readable, and where does one model overtake the other?",
+    "access": "How much first-layer value reaches each layer, beside the layer's own?",
     "sae": "How well does a Top-K dictionary describe V1, and how much of that is memory?",
     "judge": "What is the judge's word worth: can it tell sets that belong together from shuffled ones?",
     "sae-label": "Which V1 latents survive the funnel, and what are they?",
@@ -30,6 +37,11 @@ QUESTIONS = {
     "reference-causal": "What happens to gates and predictions when the carried direction is changed?",
     "reference-development": "When in training do gates come to rest on the carried direction?",
     "reference-scan": "Do gates rest on the carried direction in other models too?",
+    "compare": "Which model predicts best on the same tokens, and were they made alike?",
+    "bench-train": "What does a training step cost in each architecture?",
+    "bench-forward": "What does a forward pass cost in each architecture?",
+    "eval": "How well does the model do on tasks, by the usual harness?",
+    "retrieval": "Do gates matter more where an answer has to be retrieved from the context?",
     "doctor": "Can the measurements on this model be trusted?",
 }
 

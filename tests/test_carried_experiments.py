@@ -162,6 +162,11 @@ def test_twins_have_their_own_direction_and_another_shape_is_refused(tiny):
     tables = doses.twin_doses(tiny.setting, other, tiny.fitted, (0.0, 1.0))
     assert set(tables["twin"]["twin"]) == {other.name}
     own = fit(other, tiny.fitted).mean.norm(dim=1)
+    many = tables["twin_co_removal"]
+    assert {"reference", "matched"} <= set(many["direction"]) and set(many["twin"]) == {other.name}
+    setting = new_setting(other, fit(other, tiny.fitted), tiny.setting.documents, (1, 2), **FAST)
+    alone = reach.co_removal(setting)[0]["co_removal"]
+    np.testing.assert_allclose(many["kl_far"], alone["kl_far"], atol=1e-9)
     rows = tables["twin"]
     for layer in (1, 2):
         assert set(rows.loc[rows["layer"] == layer, "m_norm"]) == {float(own[layer])}

@@ -9,6 +9,7 @@ import torch
 from satlens.carried.edits import Change, dose, edit, matched, published_unmatched
 from satlens.carried.fit import fit
 from satlens.carried.outcomes import against_controls, effects_table, layers_table
+from satlens.carried.reach import co_removal
 from satlens.carried.reader import Reader
 from satlens.carried.setting import Setting, new_setting
 from satlens.carried.tally import Tally
@@ -102,6 +103,8 @@ def twin_doses(
 ) -> Tables:
     """The same doses on a twin of the same shape, along the twin's own m^, with matched controls at removal.
 
+    Tables: ``twin``, ``twin_controls``, and ``twin_co_removal``, removal at many layers (``reach.co_removal``).
+
     Raises:
         UserError: the twin has another shape.
     """
@@ -132,7 +135,9 @@ def twin_doses(
     versus.insert(0, "twin", twin.name)
     norms = reference.mean.norm(dim=1)[list(other.layers)]
     table["m_norm"] = table["layer"].map(dict(zip(other.layers, norms.tolist(), strict=True)))
-    return {"twin": table, "twin_controls": versus}
+    many = co_removal(other)[0]["co_removal"]
+    many.insert(0, "twin", twin.name)
+    return {"twin": table, "twin_controls": versus, "twin_co_removal": many}
 
 
 def require_same_shape(reader: Reader, twin: Reader) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from satlens.checkpoint_folder import read_config, read_facts, read_tensors
+from satlens.checkpoint_folder import read_config, read_facts, read_tensors, some, whose
 from satlens.errors import UserError
 from satlens.sites import Sites
 
@@ -187,11 +187,19 @@ def _check_tensors(tensors: Mapping[str, Tensor], model: Any, *, tied: bool) -> 
     expected = {
         name: tensor.shape for name, tensor in model.state_dict().items() if not (tied and name == TIED)
     }
+    kind, (owner, marks) = model.config.model_type, whose(tensors)
+    if owner != kind and (foreign := [name for name in marks if name not in expected]):
+        raise UserError(
+            f"weights that a {kind} does not have: {some(foreign)}: the folder seems to hold a {owner}; "
+            f"is model_type {kind!r} in config.json right?"
+        )
     if missing := sorted(expected.keys() - tensors.keys()):
-        raise UserError(f"missing weights: {_some(missing)}: the checkpoint is incomplete or another model's")
+        own = owner != kind and all(whose([name])[0] == kind for name in missing)
+        other = f"; the folder seems to hold a {owner}, is model_type {kind!r} in config.json right?"
+        reason = other if own else ": the checkpoint is incomplete or another model's"
+        raise UserError(f"missing weights: {some(missing)}{reason}")
     if extra := sorted(tensors.keys() - expected.keys()):
-        kind = model.config.model_type
-        raise UserError(f"weights that this {kind} does not have: {_some(extra)}: is config.json its own?")
+        raise UserError(f"weights that this {kind} does not have: {some(extra)}: is config.json its own?")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
@@ -207,11 +215,6 @@ def _check_tensors(tensors: Mapping[str, Tensor], model: Any, *, tied: bool) -> 
         if bad := int((~torch.isfinite(tensor)).sum()):
             count = f"{bad} of {tensor.numel()} values"
             raise UserError(f"{name}: {count} are NaN or infinite: training diverged, or the file is damaged")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _first_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ _IDLE_KEYS = """
 HARMLESS = frozenset(_IDLE_KEYS.split())
 STRAY = "value_residual_lambda2_init"
 """ResFormer's, but official SATFormer configs carry it too."""
+MARKS: dict[str, tuple[str, ...]] = {
+    "SATFormer": ("value_residual_mixing.alpha_proj.",),
+    "ResFormer": ("lambda_manager.", "value_residual_mixing.lambda2"),
+    "denseformer": ("dwa_modules.",),
+    "muddformer": (".da.", ".attn_norm_q.", ".attn_norm_k.", ".attn_norm_v."),
+    "dhc": (".attn_hc.", ".mlp_hc."),
+}
+"""Parts of the names of weights that one architecture alone has; a folder without any holds a transformer's."""
 
 
 def read_config(folder: Path) -> tuple[Any, list[str]]:
@@ -48,7 +57,7 @@ def read_config(folder: Path) -> tuple[Any, list[str]]:
     if unknown := [key for key in written if key not in fields | HARMLESS | {STRAY}]:
         raise UserError(
             f"config.json in {folder} has keys that {model_type} does not know: "
-            f"{', '.join(_suggest(key, fields) for key in unknown)}: correct or remove them"
+            f"{', '.join(_suggest(key, fields) for key in unknown)}: {_remedy(folder, model_type)}"
         )
     kept = {key: value for key, value in written.items() if key in fields - HARMLESS}
     try:
@@ -57,6 +66,21 @@ def read_config(folder: Path) -> tuple[Any, list[str]]:
         raise UserError(f"config.json in {folder}: {' '.join(str(error).split())}") from error
     idle = [key for key in written if key == STRAY and key not in fields]
     return config, [f"config key {key} has no effect in a {model_type}" for key in idle]
+
+
+def whose(names: Iterable[str]) -> tuple[str, list[str]]:
+    """``(model type, the names that say so)``: the architecture that weights of these names seem to be of."""
+    kept = sorted(names)
+    for model_type, marks in MARKS.items():
+        if found := [name for name in kept if any(mark in name for mark in marks)]:
+            return model_type, found
+    return "transformer", []
+
+
+def some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -126,6 +150,17 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise UserError(f"{file} must hold a state dict of tensors, as the official latest/ folder does")
     return content
+
+
+def _remedy(folder: Path, model_type: str) -> str:
+    """What to do about keys that an architecture does not know: look at the weights for whose they are."""
+    try:
+        owner, names = whose(read_tensors(folder))
+    except UserError:  # weights that cannot be read are the next complaint, not this one
+        names = []
+    if not names or owner == model_type:
+        return "correct or remove them"
+    return f"the weights here seem to be those of a {owner} ({some(names)}): is model_type right?"
 
 
 def _suggest(key: str, fields: set[str]) -> str:

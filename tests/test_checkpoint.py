@@ -1,9 +1,12 @@
 """Checkpoint folders: the three layouts open, and each way of being unusable is named in one line."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from torch import Tensor
 from satlens import load_bridge, load_model
 from satlens.checkpoint import digest, load_tokenizer, model_facts
 from satlens.errors import UserError
+from satlens.hf import MODELS
+from tests.conftest import tiny_model
 
 Make = Callable[..., Any]
 
@@ -158,6 +163,40 @@ def test_a_config_that_cannot_work_says_why(final: Path, changes: dict[str, Any]
     with pytest.raises(UserError, match=message) as caught:
         load_model(final)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of every architecture."""
+    folders = {name: tmp_path_factory.mktemp("six") / name for name in MODELS}
+    for name, folder in folders.items():
+        tiny_model(name).save_pretrained(folder)
+    return folders
+
+
+@pytest.mark.parametrize(("held", "called"), list(permutations(MODELS, 2)))
+def test_a_model_type_changed_by_hand_is_told_with_weights_and_owner(
+    held: str, called: str, six: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(six[held], tmp_path / "folder")
+    _edit_config(folder, model_type=called)
+    with pytest.raises(UserError) as caught:
+        load_model(folder)
+    mine, theirs = (set(tiny_model(name).state_dict()) for name in (held, called))
+    said = str(caught.value)
+    assert "\n" not in said and "model_type" in said and re.search(rf"(hold|of) a {held}\b", said)
+    assert called in said and any(name in said for name in mine ^ theirs)
+
+
+def test_weights_of_no_other_model_are_merely_missing(final: Path) -> None:
+    gates = "value_residual_mixing"
+    _edit_tensors(final, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.3" in name])
+    with pytest.raises(UserError, match=r"missing weights: .* incomplete or another") as caught:
+        load_model(final)
+    assert "seems to hold" not in str(caught.value)
+    _edit_tensors(final, lambda tensors: [tensors.pop(name) for name in list(tensors) if gates in name])
+    with pytest.raises(UserError, match="incomplete or another"):
+        load_model(final)  # a layer is lost too: what is left is no whole transformer either
 
 
 def test_a_shape_mismatch_names_tensor_expected_and_found(final: Path) -> None:

@@ -360,7 +360,9 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
         build_data(config)
 
 
-@pytest.mark.parametrize("name, value", [("val_fraction", 1.0), ("vocab_size", 259), ("tokenizer_chars", 0)])
+@pytest.mark.parametrize(
+    "name, value", [("val_fraction", 1.0), ("vocab_size", 259), ("tokenizer_chars", 0), ("tokens", -1)]
+)
 def test_a_build_setting_out_of_range_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{name} must be"):
         DataConfig(sources=("x",), out=tmp_path, **{name: value})

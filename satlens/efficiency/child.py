@@ -78,8 +78,9 @@ def build(job: Job) -> Any:
     torch.manual_seed(0)
     config_class = MODELS[fields["arch"]].config_class
     config = config_class(**fields["model"], vocab_size=job.d_vocab, max_position_embeddings=job.seq_length)
-    model: Any = MODELS[fields["arch"]](config)
-    return model.to(job.device)
+    with torch.device(job.device):  # drawn where it will run: a billion weights take long on one CPU thread
+        model: Any = MODELS[fields["arch"]](config)
+    return model
 
 
 def train_step(job: Job, model: Any) -> Callable[[], None]:

@@ -54,7 +54,6 @@ class DecoderPreTrained(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["Block"]  # noqa: RUF012 - declared as an instance variable by the base class
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -89,6 +88,8 @@ class DecoderModel(DecoderPreTrained):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.add_parts(config)
         self.gradient_checkpointing = False
+        # what is kept whole on one device, or sharded one by one
+        self._no_split_modules = [self.block.__name__]
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

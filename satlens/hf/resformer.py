@@ -93,6 +93,9 @@ class ResFormerModel(DecoderModel):
     def add_parts(self, config: ResFormerConfig) -> None:
         if config.use_value_residual:
             self.lambda_manager = LambdaManager(config)
+            # where no layer mixes nothing reads the lambdas: DDP would wait for gradients that never come
+            mixing = any(config.mixes(layer) for layer in range(config.num_hidden_layers))
+            self.lambda_manager.requires_grad_(mixing)
 
     def advance(
         self, layer: int, block: Any, x: Tensor, memory: Any, **shared: Any

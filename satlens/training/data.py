@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
+import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ class DataConfig:
     """
 
     sources: tuple[str, ...]
-    """Text, JSONL or parquet files, folders of them, or hf:NAME[:SPLIT]."""
+    """Text, JSONL or parquet files, folders of them, or hf:NAME[@CONFIGURATION][:SPLIT]."""
     out: Path
     """Folder to write; must not hold a finished build."""
     tokenizer: Path | None = None
@@ -43,6 +46,8 @@ class DataConfig:
     """Characters the tokenizer is trained on, spread evenly over the documents."""
     val_fraction: float = 0.01
     """Share of documents held out, chosen by the hash of their text."""
+    tokens: int = 0
+    """Stop once the training split holds this many tokens, in whole documents; 0 reads the sources to their end."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
@@ -51,6 +56,8 @@ class DataConfig:
             raise UserError(f"vocab_size must be at least {SMALLEST_VOCAB}, got {self.vocab_size}")
         if self.tokenizer_chars < 1:
             raise UserError(f"tokenizer_chars must be at least 1, got {self.tokenizer_chars}")
+        if self.tokens < 0:
+            raise UserError(f"tokens must be at least 0 (0 reads everything), got {self.tokens}")
 
 
 def split_of(text: str, val_fraction: float) -> str:
@@ -98,15 +105,23 @@ def _write_splits(config: DataConfig, tokenizer: Any, dtype: np.dtype[Any]) -> d
     """Encode every document into its split; returns what each split holds."""
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_SplitWriter(config.out, split, dtype)) for split in SPLITS}
-        for batch in _batches(read_documents(config.sources)):
-            encoded = tokenizer([doc.text for doc in batch], add_special_tokens=False)["input_ids"]
-            for doc, ids in zip(batch, encoded, strict=True):
-                writers[split_of(doc.text, config.val_fraction)].add(doc, [*ids, tokenizer.eos_token_id])
-        if not writers["train"].rows:
+        for doc, ids in _encoded(read_documents(config.sources), tokenizer):
+            writers[split_of(doc.text, config.val_fraction)].add(doc, ids)
+            if config.tokens and writers["train"].start >= config.tokens:
+                break
+        if not writers["train"].start:
             raise UserError(
                 f"no training documents in {', '.join(config.sources)}: add text or lower val_fraction"
             )
         return {split: writer.finish() for split, writer in writers.items()}
+
+
+def _encoded(documents: Iterator[Document], tokenizer: Any) -> Iterator[tuple[Document, list[int]]]:
+    """Every document with its ids, closed by EOS; a few hundred of them are held at a time."""
+    for batch in _batches(documents):
+        encoded = tokenizer([doc.text for doc in batch], add_special_tokens=False)["input_ids"]
+        for doc, ids in zip(batch, encoded, strict=True):
+            yield doc, [*ids, tokenizer.eos_token_id]
 
 
 class _SplitWriter:
@@ -116,7 +131,9 @@ class _SplitWriter:
         self.bin, self.index, self.dtype = out / f"{split}.bin", out / f"{split}.docs.parquet", dtype
         self.part = self.bin.with_suffix(".bin.part")
         self.sha, self.start = hashlib.sha256(), 0
-        self.rows: list[tuple[int, int, int, str, str, str]] = []
+        # eight bytes a number and a label: an index of millions of documents must fit in memory, their text need not
+        self.numbers = {name: array("q") for name in COLUMNS[:3]}
+        self.labels: dict[str, list[str]] = {name: [] for name in COLUMNS[3:]}
 
     def __enter__(self) -> "_SplitWriter":
         self.file = self.part.open("wb")
@@ -130,14 +147,19 @@ class _SplitWriter:
         raw = np.asarray(ids, dtype=self.dtype).tobytes()
         self.file.write(raw)
         self.sha.update(raw)
-        self.rows.append((self.start, len(ids), len(doc.text), doc.source, doc.kind, doc.licence))
+        for column, number in zip(self.numbers.values(), (self.start, len(ids), len(doc.text)), strict=True):
+            column.append(number)
+        for name, values in self.labels.items():
+            values.append(sys.intern(getattr(doc, name)))
         self.start += len(ids)
 
     def finish(self) -> dict[str, Any]:
         """Give the files their names and say what they hold."""
         self.file.close()
         self.part.replace(self.bin)
-        table = pd.DataFrame(self.rows, columns=list(COLUMNS))
+        table = pd.DataFrame(
+            {name: np.asarray(column) for name, column in self.numbers.items()} | self.labels
+        )
         part = self.index.with_suffix(".parquet.part")
         table.to_parquet(part, index=False)
         part.replace(self.index)
@@ -168,15 +190,24 @@ def _tokenizer(config: DataConfig) -> Any:
 
 def _sample(config: DataConfig) -> Iterator[str]:
     """Every k-th training document, k such that about ``tokenizer_chars`` characters are seen."""
-    total = sum(len(d.text) for d in read_documents(config.sources))
+    total = sum(len(text) for text in _texts(config))
     if not total:
         raise UserError(
             f"no documents with text in {', '.join(config.sources) or 'an empty list of sources'}"
         )
-    training = (
-        d.text for d in read_documents(config.sources) if split_of(d.text, config.val_fraction) == "train"
-    )
+    training = (text for text in _texts(config) if split_of(text, config.val_fraction) == "train")
     return islice(training, 0, None, max(1, total // config.tokenizer_chars))
+
+
+def _texts(config: DataConfig) -> Iterator[str]:
+    """The texts a tokenizer may be trained on: all, or about as many as ``tokens`` will need (a token is seldom more
+    than six characters), so that the start of a large stream does not wait for its end."""
+    enough, seen = config.tokens * 6 or math.inf, 0
+    for doc in read_documents(config.sources):
+        yield doc.text
+        seen += len(doc.text)
+        if seen >= enough:
+            return
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

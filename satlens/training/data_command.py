@@ -2,7 +2,8 @@
 
 Examples:
     satlens data build --sources texts/ --out data/ --vocab-size 8192
-    satlens data build --sources hf:HuggingFaceFW/fineweb-edu:train --tokenizer path/to/tokenizer --out data/
+    satlens data build --sources hf:HuggingFaceFW/fineweb-edu@sample-100BT --tokenizer path/to/llama-2-tokenizer \\
+        --tokens 5100000000 --out data/fineweb
 """
 
 from dataclasses import dataclass

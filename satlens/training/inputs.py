@@ -10,6 +10,7 @@ import numpy as np
 from satlens.errors import UserError
 from satlens.hf import MODELS
 from satlens.training.data import token_windows
+from satlens.training.memory import is_out_of_memory
 from satlens.training.recipe import Recipe
 
 
@@ -102,6 +103,8 @@ def new_model(recipe: Recipe, manifest: dict[str, Any]) -> Any:
     try:
         model = cls(cls.config_class(**given))
     except Exception as error:  # the strict config wraps what it finds in classes of its own
+        if is_out_of_memory(error):
+            raise
         raise UserError(f"the model section is wrong: {' '.join(str(error).split())}") from error
     if model.config.vocab_size < manifest["d_vocab"]:
         raise UserError(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from satlens.errors import SatlensError, UserError
 from satlens.log import say
 from satlens.training.inputs import WindowOrder, fitting_windows, new_model, read_manifest
 from satlens.training.journal import Journal, progress_bar
+from satlens.training.memory import batch_in_memory, model_in_memory
 from satlens.training.recipe import Recipe
 from satlens.training.save import facts_of, save_model
 from satlens.training.state import drop_unfinished, full_weights, latest_state, load_state, save_state
@@ -29,11 +30,10 @@ from satlens.training.state import drop_unfinished, full_weights, latest_state, 
 class Objective(torch.nn.Module):
     """Mean next-token cross-entropy of a window; a module so that DDP and FSDP see one forward call."""
 
-    _no_split_modules: ClassVar[list[str]] = ["Block"]  # what accelerate wraps one by one under FSDP
-
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.net = model
+        self._no_split_modules = [model.model.block.__name__]  # what accelerate wraps one by one under FSDP
 
     def tie_weights(self) -> None:
         """Accelerate calls this when FSDP has moved the parameters, which tears a tied head off."""
@@ -51,7 +51,7 @@ def train(recipe: Recipe) -> Path:
     """Run ``recipe`` to its end, from the newest state below ``recipe.out`` if there is one; returns ``out/final``.
 
     Raises:
-        UserError: unknown architecture, data that do not fit, or a state of another recipe.
+        UserError: unknown architecture, data that do not fit, a batch beyond memory, or a state of another recipe.
         SatlensError: the loss stopped being a number (the step is named), or a state could not be written.
     """
     accelerator = _accelerator()
@@ -59,10 +59,12 @@ def train(recipe: Recipe) -> Path:
     manifest = read_manifest(recipe.data)
     windows = fitting_windows(recipe, manifest, world)
     set_seed(recipe.seed)
-    model = new_model(recipe, manifest)
-    objective = Objective(model)
-    n_parameters = sum(p.numel() for p in objective.parameters())
-    objective, optimizer = accelerator.prepare(objective, new_optimizer(recipe, objective))
+    with model_in_memory(recipe.arch, accelerator.device):
+        model = new_model(recipe, manifest)
+        objective = Objective(model)
+        _refuse_scalars(accelerator, recipe.arch, objective)
+        n_parameters = sum(p.numel() for p in objective.parameters())
+        objective, optimizer = accelerator.prepare(objective, new_optimizer(recipe, objective))
     recipe.out.mkdir(parents=True, exist_ok=True)
     identity = {**recipe.as_dict(), "data_sha256": manifest["splits"]["train"]["sha256"], "processes": world}
     progress: dict[str, Any] = {"step": 0, "recipe": identity, "seconds": 0.0}
@@ -104,6 +106,21 @@ def _accelerator() -> Accelerator:
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError("this loop shards by FSDP2: add --fsdp_version 2 to accelerate launch")
     return accelerator
+
+
+def _refuse_scalars(accelerator: Accelerator, arch: str, objective: torch.nn.Module) -> None:
+    """FSDP cuts parameters along their first axis.
+
+    Raises:
+        UserError: the model has parameters without an axis (ResFormer's lambdas), and FSDP was asked for.
+    """
+    scalars = [name for name, weight in objective.named_parameters() if weight.ndim == 0]
+    if scalars and accelerator.distributed_type == DistributedType.FSDP:
+        first = scalars[0].removeprefix("net.")
+        raise UserError(
+            f"{arch} has {len(scalars)} scalar parameters ({first} ...), which FSDP cannot shard: "
+            "train it by DDP (accelerate launch without --use_fsdp)"
+        )
 
 
 def new_optimizer(recipe: Recipe, objective: torch.nn.Module) -> torch.optim.Optimizer:
@@ -152,7 +169,8 @@ class _Run:
             if first == 0 and 0 in keep:
                 self._snapshot(0)
             for step in range(first, self.total):
-                fields = self._step(step)
+                with self._fits(f"a batch of step {step}"):
+                    fields = self._step(step)
                 done = step + 1
                 self.progress.update(step=done, seconds=seen + time.perf_counter() - started)
                 if self._due(done, recipe.log_interval):
@@ -160,12 +178,17 @@ class _Run:
                     self.journal.write(**fields, tokens_per_second=round(rate, 1))
                     move(done, f"loss {fields['loss']:.3f}  {rate:,.0f} tok/s")
                 if self._due(done, recipe.eval_interval) and len(self.windows["val"]):
-                    self._evaluate(done)
+                    with self._fits(f"a held-out batch after step {done}"):
+                        self._evaluate(done)
                 if done in keep:
                     self._snapshot(done)
                 if self._due(done, recipe.save_interval):
                     save_state(recipe.out, self.objective, self.optimizer, self.progress, self.is_main)
         return self._finish()
+
+    def _fits(self, what: str) -> Any:
+        """A batch beyond memory ends in one line; what lies in ``out`` is whole, since nothing is being written."""
+        return batch_in_memory(self.recipe, what, self.accelerator.device)
 
     def _due(self, done: int, interval: int) -> bool:
         return done % interval == 0 or done == self.total

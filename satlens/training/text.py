@@ -1,12 +1,12 @@
 """Where documents come from: local text, JSONL or parquet files, or a named `datasets` data set."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from satlens.errors import UserError
+from satlens.errors import SatlensError, UserError
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 
@@ -22,7 +22,7 @@ class Document:
 
 
 def read_documents(sources: tuple[str, ...]) -> Iterator[Document]:
-    """All documents of ``sources`` in order: files, folders of files, or ``hf:NAME[:SPLIT]``.
+    """All documents of ``sources`` in order: files, folders of files, or ``hf:NAME[@CONFIGURATION][:SPLIT]``.
 
     Documents of nothing but white space are left out.
 
@@ -90,17 +90,46 @@ def _from_parquet(path: Path) -> Iterator[Document]:
 
 
 def _from_datasets(source: str) -> Iterator[Document]:
+    """Rows of a data set one after another, as they arrive: nothing of it is kept."""
     import datasets
 
-    name, _, split = source.removeprefix("hf:").partition(":")
+    name, config, split = parse_data_set(source)
     try:
-        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+        rows = datasets.load_dataset(name, name=config, split=split, streaming=True)
     except Exception as error:  # the library raises whatever its many back ends raise
         raise UserError(f"cannot open the data set {name}: {' '.join(str(error).split())}") from error
-    for row in rows:
+    for row in _unbroken(rows, name):
         if "text" not in row:
             raise UserError(f"the data set {name} has no column named text (found {', '.join(row)})")
         yield from _labelled(row, name, name)
+
+
+def parse_data_set(source: str) -> tuple[str, str | None, str]:
+    """``(name, configuration, split)`` of ``hf:NAME[@CONFIGURATION][:SPLIT]``; the name may be a local folder."""
+    named, _, split = source.removeprefix("hf:").partition(":")
+    name, _, config = named.partition("@")
+    return name, config or None, split or "train"
+
+
+def _unbroken(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
+    """The rows; a stream that breaks off is told with the place.
+
+    Raises:
+        SatlensError: the connection or a file of the set failed.
+    """
+    iterator, read = iter(rows), 0
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:  # again, whatever a back end raises
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise SatlensError(
+                f"the data set {name} broke off after {read:,} documents ({reason}): start the build again"
+            ) from error
+        read += 1
+        yield row
 
 
 def _labelled(row: dict[str, Any], stem: str, where: str) -> Iterator[Document]:

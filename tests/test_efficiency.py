@@ -2,14 +2,16 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from satlens.cli import main
 from satlens.efficiency import alternate as alternate_module
 from satlens.efficiency.alternate import alternate, run_child, table
-from satlens.efficiency.child import Job, build, forward_step, timed, train_step
+from satlens.efficiency.child import Job, build, forward_step, saved_mib, timed, train_step
 from satlens.errors import SatlensError
 from satlens.run import open_run, verify
 
@@ -47,6 +49,18 @@ def test_what_is_found_is_of_the_model_asked_for() -> None:
     layer = 4 * 128 * 128 + 3 * 128 * 512 + 2 * 128 + 2 * 32
     assert found["parameters"] == 64 * 128 + 6 * layer + 128
     assert found["seconds"] > 0 and found["cpu_seconds"] > 0 and found["peak_mib"] >= 0
+
+
+def test_what_is_kept_for_the_backward_pass_is_counted_exactly() -> None:
+    # a linear map keeps its input, its weight is no activation; a sum keeps nothing
+    model = torch.nn.Module()
+    model.linear = torch.nn.Linear(8, 4, bias=False)  # type: ignore[assignment]
+    model.forward = lambda ids, use_cache: SimpleNamespace(  # type: ignore[method-assign]
+        logits=model.linear(torch.ones(1, 16, 8))
+    )
+    # cross_entropy keeps its log-softmax of 15 rows of 4 and its 15 targets (int64)
+    expected = 16 * 8 * 4 + 15 * 4 * 4 + 15 * 8
+    assert saved_mib(job(d_vocab=4), model) * 2**20 == pytest.approx(expected, rel=0.25)
 
 
 def test_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

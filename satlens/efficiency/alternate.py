@@ -69,8 +69,11 @@ def table(found: Mapping[str, Sequence[Found]], jobs: Mapping[str, Job], clock: 
             "peak_mib": statistics.median(answer["peak_mib"] for answer in good),
             "rounds": len(good),
         }
-        for word, key in (("time", clock), ("memory", "peak_mib")):
-            ratios = [a[key] / b[key] for a, b in zip(good, found[base], strict=False) if b.get(key)]
+        if "saved_mib" in good[0]:
+            row["saved_mib"] = good[0]["saved_mib"]
+        for word, key in (("time", clock), ("memory", "peak_mib"), ("saved", "saved_mib")):
+            pairs = zip(good, found[base], strict=False)
+            ratios = [a[key] / b[key] for a, b in pairs if key in a and b.get(key)]
             if ratios:
                 ends = {f"{word}_low": min(ratios), f"{word}_high": max(ratios)}
                 row |= {f"{word}_ratio": statistics.median(ratios), **ends}

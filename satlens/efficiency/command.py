@@ -15,7 +15,9 @@ UNITS = {
     "tokens_per_second": "tokens",
     "peak_mib": "MiB over the process before the model",
     "time_ratio": "to the first model, within a round",
+    "saved_mib": "MiB kept for the backward pass, parameters left out",
     "memory_ratio": "to the first model, within a round",
+    "saved_ratio": "to the first model",
 }
 
 
@@ -124,7 +126,7 @@ def bench(what: str, config: Config, argv: Sequence[str]) -> Path:
     numbers = {
         f"{row['model']}_{word}": row[f"{word}_ratio"]
         for row in measured.to_dict("records")
-        for word in ("time", "memory")
+        for word in ("time", "memory", "saved")
         if row.get(f"{word}_ratio", math.nan) > 0
     }
     failed = made[made["status"] == "failed"]

@@ -22,7 +22,11 @@ def ratios(tables: Mapping[str, pd.DataFrame], info: Mapping[str, Any]) -> go.Fi
     """Two points a model: step time and peak memory over the first model's, with the range over rounds."""
     table = tables["efficiency"].iloc[::-1]
     fig = go.Figure()
-    words = {"time": "time of a step", "memory": "peak memory"}
+    words = {
+        "time": "time of a step",
+        "memory": "peak memory of the process",
+        "saved": "kept for the backward pass",
+    }
     for place, (word, said) in enumerate(words.items()):
         if (
             f"{word}_ratio" not in table
@@ -35,7 +39,7 @@ def ratios(tables: Mapping[str, pd.DataFrame], info: Mapping[str, Any]) -> go.Fi
             y=[NAMES.get(name, name) for name in table["model"]],
             mode="markers",
             name=said,
-            marker={"color": theme.QUALITATIVE[place], "size": 11, "symbol": ["circle", "diamond"][place]},
+            marker={"color": theme.QUALITATIVE[place], "size": 11, "symbol": theme.SYMBOLS[place]},
             error_x={"type": "data", "symmetric": False, "array": high - middle, "arrayminus": middle - low},
             hovertemplate="%{y}: %{x:.3f}<extra>" + said + "</extra>",
         )
@@ -48,7 +52,8 @@ def ratios(tables: Mapping[str, pd.DataFrame], info: Mapping[str, Any]) -> go.Fi
         f"{info['preset']} size, {info['batch']} tokens, {info['precision']}, {info['device']}, {info['clock']} time; "
         f"bars: range over {info['rounds']} rounds",
         "Each model runs in a process of its own, all of them in turn; a ratio is taken within a round. Points are "
-        "medians over rounds. Memory is what the process ever held beyond its start.",
+        "medians over rounds. Peak memory is what the process ever held beyond its start (on a CPU a rough number); "
+        "what is kept for the backward pass is exact.",
     )
 
 

@@ -169,7 +169,9 @@ def curves_table(models: list[dict[str, Any]], ratios: dict[str, float]) -> pd.D
             entry = json.loads(line)
             if "val_loss" in entry:
                 tokens = entry["step"] * per_step
-                ratio = ratios.get(model["architecture"], np.nan)
+                ratio = ratios.get(model["architecture"], np.nan) / ratios.get(
+                    models[0]["architecture"], np.nan
+                )
                 rows.append(
                     (model["model"], model["group"], entry["step"], tokens, tokens * ratio, entry["val_loss"])
                 )

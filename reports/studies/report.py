@@ -111,12 +111,12 @@ def block(found: dict[str, FinishedRun]) -> str:
 
 
 def costs(bench: FinishedRun) -> list[str]:
-    """Step time and memory against the Transformer, and the loss at equal time."""
+    """Step time, and what is kept for the backward pass, against the Transformer."""
     info = bench.manifest.summary
     rows = bench.tables["efficiency"].query("status == 'measured'")
     parts = [
-        f"{row['model']} {row['time_ratio']:.2f} ({row['time_low']:.2f} to {row['time_high']:.2f}), memory "
-        f"{row['memory_ratio']:.2f}"
+        f"{row['model']} {row['time_ratio']:.2f} ({row['time_low']:.2f} to {row['time_high']:.2f}), kept for the "
+        f"backward pass {row['saved_ratio']:.3f}"
         for row in rows.to_dict("records")[1:]
     ]
     return [

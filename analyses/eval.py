@@ -122,7 +122,7 @@ def open_model(config: Config) -> Opened:
     if window > trained:
         say(f"note: a context of {window} tokens is longer than the {trained} this model was trained on")
     tokenizer = load_tokenizer(path)
-    name = config.model if config.model in reference.MODELS else path.resolve().name
+    name = reference.title(config.model)
     lm = backend(model, tokenizer, facts["layout"], window, config.batch_size)
     used = {"name": name, "precision": config.dtype, "context_used": window}
     return Opened(name=name, lm=lm, tokenizer=tokenizer, window=window, facts={**facts, **used})

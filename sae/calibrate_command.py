@@ -125,7 +125,7 @@ def open_vocabulary(config: Config) -> Vocabulary:
             f"{config.sae} was trained on {name}, which does not ship: give its folder with --model"
         )
     path = reference.resolve(name)
-    facts = {"name": name if name in reference.MODELS else path.resolve().name, **model_facts(path)}
+    facts = {"name": reference.title(name), **model_facts(path)}
     tokenizer = load_tokenizer(path)
     special = set(tokenizer.all_special_ids)
     tokens = {n: token_of(tokenizer, n) for n in range(len(tokenizer)) if n not in special}

@@ -144,7 +144,7 @@ def recipe_of(config: Config, seed: int, d_in: int) -> Any:
 
 def out_of(config: Config, subject: Subject) -> Path:
     """Where the dictionaries go."""
-    return config.out or Path("runs/dictionaries") / f"{subject.name}-{config.site}"
+    return config.out or Path("runs/dictionaries") / f"{subject.name.replace('/', '-')}-{config.site}"
 
 
 def facts_of(subject: Subject, corpus: Any, config: Config, recipe: Any) -> dict[str, Any]:

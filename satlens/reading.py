@@ -97,7 +97,7 @@ def open_subject(model: str, reading: Reading) -> Subject:
     tokenizer = load_tokenizer(path)
     if len(tokenizer) > sites.d_vocab:
         raise UserError(f"{model}: the tokenizer has {len(tokenizer)} ids, the model only {sites.d_vocab}")
-    name = model if model in reference.MODELS else path.resolve().name
+    name = reference.title(model)
     used = {"layout_used": {**vars(layout), "window": window}, "precision": reading.dtype}
     return Subject(
         name=name,

@@ -79,3 +79,9 @@ def test_perplexities_are_in_the_sheets_interval_and_far_below_chance():
         stated = SHEET["models"][reference.MODELS[subject.name]]["heldout_perplexity"]["estimate"]
         assert 0.5 < got / stated < 2.0
         assert got < 8192 / 20
+
+
+def test_models_that_training_calls_final_are_told_apart(tmp_path):
+    assert reference.title("reference-satformer") == "reference-satformer"
+    assert reference.title(str(tmp_path / "gelu-42" / "final")) == "gelu-42/final"
+    assert reference.title(str(tmp_path / "mine")) == "mine"

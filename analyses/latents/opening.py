@@ -15,8 +15,7 @@ def facts_of(model: str) -> dict[str, Any]:
     from satlens.checkpoint import model_facts
 
     path = reference.resolve(model)
-    name = model if model in reference.MODELS else path.resolve().name
-    return {"name": name, **model_facts(path)}
+    return {"name": reference.title(model), **model_facts(path)}
 
 
 def open_all(

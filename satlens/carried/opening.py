@@ -44,7 +44,7 @@ def open_reader(model: str, reading: Reading, tokenizer_folder: Path | None = No
     tokenizer = load_tokenizer(tokenizer_folder or path)
     if bos is None and "layout" not in facts:
         bos = _leading_token(tokenizer)
-    name = model if model in reference.MODELS else _folder_name(path.resolve())
+    name = reference.title(model)
     facts = {"name": name, **facts, "precision": reading.dtype}
     reader = read_model(loaded, tokenizer, name=name, facts=facts, bos=bos)
     prove(reader)
@@ -243,11 +243,6 @@ def _leading_token(tokenizer: Any) -> int | None:
     """The token that the tokenizer puts before a text by default, if any."""
     ids = tokenizer("a")["input_ids"]
     return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
-
-
-def _folder_name(path: Path) -> str:
-    """A model's name; training saves under names that say nothing without the run's."""
-    return f"{path.parent.name}/{path.name}" if path.name in ("final", "latest") else path.name
 
 
 def _first_line(error: Exception) -> str:

@@ -21,3 +21,14 @@ def resolve(model: str) -> Path:
     if not (folder / "config.json").exists():
         raise UserError(f"{model} is not in this installation; rebuild it with `make reference`")
     return folder
+
+
+def title(model: str) -> str:
+    """The name a model goes by: a shipped one, or its folder's, with the run's where that is only ``final``.
+
+    Two models of a comparison would otherwise both be called final.
+    """
+    if model in MODELS:
+        return model
+    path = Path(model).resolve()
+    return f"{path.parent.name}/{path.name}" if path.name in ("final", "latest") else path.name

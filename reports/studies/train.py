@@ -16,7 +16,7 @@ ARCHITECTURES = ("transformer", "satformer", "resformer", "denseformer", "muddfo
 GATES = ("sigmoid", "tanh", "identity", "softmax", "softmax_sigmoid")
 SETTINGS: dict[str, tuple[str, str, str | None]] = {
     **{arch: ("study", arch, None) for arch in ARCHITECTURES},
-    **{f"{arch}-thin": ("study-thin", arch, None) for arch in ("satformer", "resformer", "transformer")},
+    **{f"{arch}-thin": ("study-thin", arch, None) for arch in ("satformer", "resformer")},
     **{f"satformer-{gate}": ("study", "satformer", gate) for gate in GATES},
 }
 """Name -> scale, architecture, gate; plain satformer has the ReLU gate."""

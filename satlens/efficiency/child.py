@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from satlens.hf import MODELS
+from satlens.training.memory import is_out_of_memory
 from satlens.training.preset import preset
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     try:
         found = timed(job)
     except (RuntimeError, MemoryError) as error:
-        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+        if not is_out_of_memory(error):
             raise
         found = {"failed": f"a batch of {job.batch_size} x {job.seq_length} does not fit in memory"}
     print(json.dumps(found))

@@ -20,6 +20,7 @@ import pandas as pd
 import tyro
 
 from satlens.errors import UserError
+from satlens.log import say
 from satlens.reading import (
     Reading,
     begin_run,
@@ -127,6 +128,20 @@ def unequal(models: list[dict[str, Any]]) -> list[str]:
     return flags
 
 
+def side_by_side(row: dict[str, Any], flags: str) -> str:
+    """One model in a line, to be read under the others'."""
+    known = {
+        "tokens": None if row["tokens_seen"] is None else f"{row['tokens_seen']:,}",
+        "seed": row["seed"],
+        "data and order": None if row["data"] is None else str(row["data"])[:8],
+    }
+    facts = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+    alike = f"not alike: {flags}" if flags else "made like the first"
+    return (
+        f"{row['model']}: {row['parameters']:,} parameters" + (f", {facts}" if facts else "") + f"; {alike}"
+    )
+
+
 def groups_table(
     models: list[dict[str, Any]], nll: np.ndarray, count: np.ndarray, weights: Any
 ) -> pd.DataFrame:
@@ -220,6 +235,8 @@ def finish(
     listed = pd.DataFrame([{k: v for k, v in model.items() if k not in ("rest", "log")} for model in models])
     listed["nll"] = nll.sum(0) / count.sum()
     listed["unequal"] = unequal(models)
+    for model, flags in zip(models, listed["unequal"], strict=True):
+        say(side_by_side(model, flags))
     tables = {
         "models": listed,
         "groups": groups_table(models, nll, count, weights),

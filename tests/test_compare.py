@@ -78,6 +78,17 @@ def test_held_out_loss_is_taken_from_the_logs_once_a_step(place: SimpleNamespace
     assert {"delta", "curves"} <= set(run.figures)
 
 
+def test_models_are_told_side_by_side(place: SimpleNamespace, capsys: Any) -> None:
+    common = ("--text", str(place.text), "--runs", str(place.folder / "runs"), "--resamples", "100")
+    assert main(["compare", place.plain_1, place.gated_1, *common]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "parameters" in line]
+    assert lines[0].startswith("plain-1: ") and "tokens 640, seed 1, data and order a" in lines[0]
+    assert (
+        all(line.endswith("; made like the first") or "not alike: " in line for line in lines)
+        and len(lines) == 2
+    )
+
+
 def test_what_was_not_alike_is_named() -> None:
     base = {
         "group": "a",
